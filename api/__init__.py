@@ -1,0 +1,1 @@
+"""The control plane: FastAPI over what `metadata` knows. Imports `metadata`, never `dataplane`."""

@@ -1,0 +1,1 @@
+"""One router a resource; handlers parse, call one thing of `metadata`, and answer."""

@@ -1,0 +1,106 @@
+"""What can go wrong on the ground floor, each with a code of the HTTP contract.
+
+One place for them, so that the floors above translate a code instead of catching a driver's error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class FieldError:
+    """One thing wrong with one field of the input.
+
+    Attributes:
+        field: path of the field as the caller wrote it, such as `pools[2].hit_policy.window_pages`.
+        code: short stable word, such as `out_of_range`.
+        detail: a sentence that says what was seen and what to do.
+    """
+
+    field: str
+    code: str
+    detail: str
+
+    def under(self, prefix: str) -> FieldError:
+        """Return the same error for an object that sits at `prefix` of a larger body."""
+        joined = f"{prefix}.{self.field}" if self.field else prefix
+        return FieldError(joined, self.code, self.detail)
+
+
+@dataclass
+class CaketinError(Exception):
+    """Base of all errors that a caller may meet.
+
+    Attributes:
+        detail: what happened and what to do, for a person.
+        errors: one entry a field where the input was at fault.
+    """
+
+    code = "internal"
+    detail: str
+    errors: list[FieldError] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        listed = "; ".join(f"{e.field}: {e.detail}" for e in self.errors)
+        return f"{self.code}: {self.detail}" + (f" ({listed})" if listed else "")
+
+
+class InvalidInput(CaketinError):
+    """The input breaks a rule of the domain; `errors` names every field at fault."""
+
+    code = "invalid"
+
+
+class TooManyPages(CaketinError):
+    """More pages in one call than it takes."""
+
+    code = "too_many_pages"
+
+
+class UnknownNamespace(CaketinError):
+    """Nobody registered this namespace (or it belongs to another tenant)."""
+
+    code = "unknown_namespace"
+
+
+class UnknownEngine(CaketinError):
+    """No rank of this engine is registered."""
+
+    code = "unknown_engine"
+
+
+class UnknownRank(CaketinError):
+    """The rank is not registered (any more): register again."""
+
+    code = "unknown_rank"
+
+
+class UnknownPool(CaketinError):
+    """A pool was asked for that nobody of the namespace registered (P4)."""
+
+    code = "unknown_pool"
+
+
+class AmbiguousVariant(CaketinError):
+    """Several variants of one pool name exist and the call does not say which."""
+
+    code = "ambiguous_variant"
+
+
+class StaleIncarnation(CaketinError):
+    """An older process life of this rank speaks; a newer one has registered."""
+
+    code = "stale_incarnation"
+
+
+class PoolChanged(CaketinError):
+    """A pool was registered again within one incarnation with other properties (I1)."""
+
+    code = "pool_changed"
+
+
+class RedisUnavailable(CaketinError):
+    """Redis did not answer in time, refused, or is not fit for use."""
+
+    code = "redis_unavailable"

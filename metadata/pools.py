@@ -1,0 +1,316 @@
+"""What a pool of the cache is: its parts, its shards, which pages of it a prefix needs, and its id.
+
+A *pool* is one component of a hybrid model's cache (`kv`, `swa`, `mamba`, ...). The names are an open set: a
+new pool needs a registration, not a change here. Nothing in this module looks at a pool's name.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from metadata.errors import FieldError, InvalidInput
+
+ANCHOR: Final = "kv"
+"""The pool every prefix stands on; all others are sidecars."""
+
+MAX_POOL_VARIANTS: Final = 64
+MAX_PARTS: Final = 64
+MAX_SHARDS: Final = 4096
+MAX_PART_BYTES: Final = 16 << 30
+
+ObjectLayout = Literal["page_first", "page_first_direct", "layer_first"]
+OBJECT_LAYOUTS: Final[tuple[str, ...]] = get_args(ObjectLayout)
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One buffer of a shard of a page: `k`, `v`, `temporal`, `conv_0`, ...
+
+    Attributes:
+        part: name, the last segment of the object key.
+        dtype: element type as the engine calls it (`bfloat16`, `float8_e4m3fn`, `uint8`).
+        bytes: size of this part of one shard of one page; 0 means that the part does not exist.
+    """
+
+    part: str
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AllPages:
+    """A prefix of n pages needs all n pages of the pool (full attention and what is derived from it)."""
+
+    kind = "all_pages"
+
+
+@dataclass(frozen=True, slots=True)
+class TrailingPages:
+    """A prefix of n pages needs the last `window_pages` pages before n (sliding window, Mamba state)."""
+
+    window_pages: int
+    kind = "trailing_pages"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGroups:
+    """Never gates a prefix; reports the pages that the leading complete groups cover (H3).
+
+    Attributes:
+        block: pages in one block.
+        group: blocks in one group; a group counts only when all its pages are there.
+    """
+
+    block: int
+    group: int
+    kind = "block_groups"
+
+
+HitPolicy: TypeAlias = AllPages | TrailingPages | BlockGroups
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One way a pool's bytes look (a *pool variant*) and how a prefix depends on it.
+
+    Attributes:
+        name: the pool's name within a registration.
+        parts: in the order of the engine's buffers; parts of zero bytes are dropped on construction (P2).
+        shard_count: independent slices of a page: TP ranks x CP ranks x pipeline stages that hold the pool;
+            1 where every rank holds the same bytes.
+        hit_policy: which pages a prefix needs.
+        indices_from: the pool whose page slots this one shares (its pages live and die with that pool's).
+        logical: an anchor that has indices but no bytes (DeepSeek V4).
+        object_layout: order of the bytes within one object.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    shard_count: int = 1
+    hit_policy: HitPolicy = AllPages()
+    indices_from: str | None = None
+    logical: bool = False
+    object_layout: str = "page_first"
+
+    def __post_init__(self) -> None:
+        errors = _spec_errors(self)
+        if errors:
+            raise InvalidInput(f"pool {self.name!r} cannot be registered", errors)
+        object.__setattr__(self, "parts", tuple(p for p in self.parts if p.bytes > 0))
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one shard of one page, over all parts."""
+        return sum(p.bytes for p in self.parts)
+
+    @property
+    def pool_id(self) -> str:
+        """Eight hex digits that name these bytes; equal exactly when two engines may share them.
+
+        The first 32 bits of SHA-256 over the canonical JSON of name, parts, object layout and shard count.
+        Hit policy and `indices_from` say how an engine *uses* a page, not what its bytes are, so they are left out.
+        """
+        return hashlib.sha256(_canonical(self.variant())).hexdigest()[:8]
+
+    def variant(self) -> dict[str, Any]:
+        """Return what the pool id is made of, as plain JSON values."""
+        return {
+            "name": self.name,
+            "parts": [[p.part, p.dtype, p.bytes] for p in self.parts],
+            "object_layout": self.object_layout,
+            "shard_count": self.shard_count,
+            "logical": self.logical,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RankPool:
+    """A pool as one rank holds it.
+
+    Attributes:
+        spec: the variant.
+        owned_shards: ascending shards whose bytes this rank holds and writes.
+        host_bytes: size of the rank's host memory for the pool, for the operator's eyes; None if unknown.
+    """
+
+    spec: PoolSpec
+    owned_shards: tuple[int, ...]
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        errors = _owned_errors(self.owned_shards, self.spec.shard_count)
+        if self.host_bytes is not None and self.host_bytes < 0:
+            errors.append(
+                FieldError("host_bytes", "out_of_range", f"is {self.host_bytes}, must not be negative")
+            )
+        if errors:
+            raise InvalidInput(f"pool {self.spec.name!r} cannot be registered", errors)
+
+
+def validate_pool_set(pools: list[RankPool]) -> None:
+    """Check the rules that hold between the pools of one rank.
+
+    Raises:
+        InvalidInput: every fault with its field; the fields start at `pools[i]`.
+    """
+    errors: list[FieldError] = []
+    if not pools:
+        errors.append(FieldError("pools", "empty", "is empty; register at least the anchor pool 'kv'"))
+    if len(pools) > MAX_POOL_VARIANTS:
+        errors.append(FieldError("pools", "too_many", f"has {len(pools)} pools, at most {MAX_POOL_VARIANTS}"))
+    by_name: dict[str, PoolSpec] = {}
+    for i, pool in enumerate(pools):
+        if pool.spec.name in by_name:
+            errors.append(FieldError(f"pools[{i}].name", "duplicate", f"{pool.spec.name!r} is listed twice"))
+        by_name[pool.spec.name] = pool.spec
+    for i, pool in enumerate(pools):
+        errors.extend(e.under(f"pools[{i}]") for e in _source_errors(pool.spec, by_name))
+    anchor = by_name.get(ANCHOR)
+    if anchor is not None and anchor.logical and not derived_from(ANCHOR, by_name):
+        errors.append(
+            FieldError("pools", "anchor_without_bytes", "'kv' is logical and no pool has indices_from 'kv'")
+        )
+    if errors:
+        raise InvalidInput("the pools do not fit together", errors)
+
+
+def derived_from(source: str, specs: dict[str, PoolSpec]) -> list[str]:
+    """Return the names of the pools that share `source`'s page slots, directly or through another pool."""
+    found: list[str] = []
+    frontier = [source]
+    while frontier:
+        at = frontier.pop()
+        for name, spec in specs.items():
+            if spec.indices_from == at and name not in found and name != source:
+                found.append(name)
+                frontier.append(name)
+    return sorted(found)
+
+
+def anchor_pools(specs: dict[str, PoolSpec]) -> list[str]:
+    """Return the pools whose bytes *are* the anchor: `kv`, or what derives from a logical one (P1)."""
+    anchor = specs.get(ANCHOR)
+    if anchor is None:
+        return []
+    return derived_from(ANCHOR, specs) if anchor.logical else [ANCHOR]
+
+
+def write_stages(specs: dict[str, PoolSpec]) -> list[list[str]]:
+    """Return pool names in the order they are written and read: anchor, derived, independent sidecars (O1).
+
+    Logical pools have no bytes and appear in no stage; empty stages are left out.
+    """
+    derived = derived_from(ANCHOR, specs)
+    anchor = [n for n in (ANCHOR,) if n in specs]
+    rest = sorted(n for n in specs if n != ANCHOR and n not in derived)
+    stages = [[n for n in names if not specs[n].logical] for names in (anchor, derived, rest)]
+    return [s for s in stages if s]
+
+
+def _canonical(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def _range_error(field: str, value: int, low: int, high: int) -> list[FieldError]:
+    if low <= value <= high:
+        return []
+    return [FieldError(field, "out_of_range", f"is {value}, must be {low} to {high}")]
+
+
+def _name_error(field: str, value: str) -> list[FieldError]:
+    if _NAME.match(value):
+        return []
+    return [
+        FieldError(
+            field, "bad_name", f"is {value!r}, use 1-64 of A-Z a-z 0-9 _ . - (first: letter, digit, _)"
+        )
+    ]
+
+
+def _spec_errors(spec: PoolSpec) -> list[FieldError]:
+    errors = _name_error("name", spec.name)
+    errors += _range_error("shard_count", spec.shard_count, 1, MAX_SHARDS)
+    if spec.object_layout not in OBJECT_LAYOUTS:
+        listed = ", ".join(OBJECT_LAYOUTS)
+        errors.append(
+            FieldError("object_layout", "unknown", f"is {spec.object_layout!r}, use one of {listed}")
+        )
+    errors += _parts_errors(spec)
+    errors += _policy_errors(spec.hit_policy)
+    return errors
+
+
+def _parts_errors(spec: PoolSpec) -> list[FieldError]:
+    errors: list[FieldError] = []
+    if len(spec.parts) > MAX_PARTS:
+        errors.append(FieldError("parts", "too_many", f"has {len(spec.parts)} parts, at most {MAX_PARTS}"))
+    seen: set[str] = set()
+    for i, p in enumerate(spec.parts):
+        errors += _name_error(f"parts[{i}].part", p.part)
+        errors += _range_error(f"parts[{i}].bytes", p.bytes, 0, MAX_PART_BYTES)
+        if not p.dtype:
+            errors.append(FieldError(f"parts[{i}].dtype", "empty", "is empty, name the element type"))
+        if p.part in seen:
+            errors.append(FieldError(f"parts[{i}].part", "duplicate", f"{p.part!r} is listed twice"))
+        seen.add(p.part)
+    has_bytes = any(p.bytes > 0 for p in spec.parts)
+    if spec.logical and has_bytes:
+        errors.append(
+            FieldError("parts", "logical_with_bytes", "a logical pool has no bytes; leave parts empty")
+        )
+    if not spec.logical and not has_bytes:
+        errors.append(FieldError("parts", "empty", "has no bytes; give at least one part, or set logical"))
+    return errors
+
+
+def _policy_errors(policy: HitPolicy) -> list[FieldError]:
+    match policy:
+        case AllPages():
+            return []
+        case TrailingPages(window):
+            return _range_error("hit_policy.window_pages", window, 1, 65_536)
+        case BlockGroups(block, group):
+            return _range_error("hit_policy.block", block, 1, 65_536) + _range_error(
+                "hit_policy.group", group, 1, 65_536
+            )
+
+
+def _owned_errors(owned: tuple[int, ...], shard_count: int) -> list[FieldError]:
+    errors: list[FieldError] = []
+    if list(owned) != sorted(set(owned)):
+        errors.append(
+            FieldError("owned_shards", "not_ascending", f"is {list(owned)}, list each shard once, ascending")
+        )
+    outside = [s for s in owned if not 0 <= s < shard_count]
+    if outside:
+        errors.append(
+            FieldError("owned_shards", "out_of_range", f"has {outside}, shards are 0 to {shard_count - 1}")
+        )
+    return errors
+
+
+def _source_errors(spec: PoolSpec, by_name: dict[str, PoolSpec]) -> list[FieldError]:
+    if spec.name == ANCHOR and spec.indices_from is not None:
+        return [FieldError("indices_from", "anchor", "the anchor has page slots of its own; leave it null")]
+    if spec.name != ANCHOR and spec.logical:
+        return [FieldError("logical", "not_anchor", "only the anchor 'kv' may be logical")]
+    if spec.indices_from is None:
+        return []
+    seen = {spec.name}
+    at: str | None = spec.indices_from
+    while at is not None:
+        if at not in by_name:
+            return [FieldError("indices_from", "unknown_pool", f"names {at!r}, which is not registered")]
+        if at in seen:
+            return [FieldError("indices_from", "cycle", f"comes back to {at!r}")]
+        seen.add(at)
+        at = by_name[at].indices_from
+    return []

@@ -1,0 +1,1 @@
+"""Lua, one atomic Redis step a file; loaded by `metadata.redis_scripts`."""
