@@ -116,7 +116,7 @@ class PoolSpec:
         """Eight hex digits that name these bytes; equal exactly when two engines may share them.
 
         The first 32 bits of SHA-256 over the canonical JSON of name, parts, object layout and shard count.
-        Hit policy and `indices_from` say how an engine *uses* a page, not what its bytes are, so they are left out.
+        Hit policy and `indices_from` say how an engine *uses* a page, not what its bytes are: left out.
         """
         return hashlib.sha256(_canonical(self.variant())).hexdigest()[:8]
 
