@@ -1,0 +1,86 @@
+# From a bare clone: `make demo` shows it, `make test` proves it. Both do their own set-up.
+# `make help` lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+# Passed to every `pip install`, here and in tests/test_wheel.py: `make setup PIP_FLAGS=--isolated`.
+PIP_FLAGS ?=
+export PIP_FLAGS
+# Test processes at a time; one file stays in one process, so a file's servers start once.
+WORKERS ?= auto
+# More arguments for pytest: `make test TESTS=tests/metadata`, `make test TESTS='-k window'`.
+TESTS ?=
+# The file for `make demo`; without one it makes its own small multi-turn load.
+TRACE ?=
+DEMO_FLAGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+# Suites that need more than a Python environment or more than a few minutes. .ci/run and .ci/full run them.
+SUITES := sglang rdma chaos soak browser helm trace
+EMPTY :=
+QUICK := not ($(subst $(EMPTY) $(EMPTY), or ,$(SUITES)))
+# The one list of pure modules: values in, values out, 100 % of branches covered.
+# tests/test_floors.py reads it and keeps I/O out of them; `make cover` keeps the coverage.
+PURE := metadata/pools metadata/pool_json metadata/namespace metadata/object_keys metadata/page_hash \
+	metadata/hit_policy dataplane/host_pool
+
+.PHONY: help setup test cover lint demo bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+
+setup: $(STAMP) ## make .venv with everything but torch (PYTHON=python3.12 picks the interpreter)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "caketin needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || true)." >&2; \
+	  echo "Name another one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "Cannot make $(VENV): is Python's venv module installed (Debian: python3-venv)?" >&2; exit 1; }
+	@install() { $(BIN)/python -m pip install $(PIP_FLAGS) --disable-pip-version-check --quiet \
+	    -c constraints.txt -e ".[$$1]" 2>&1 | tee $(VENV)/setup.log; }; \
+	echo "Installing caketin into $(VENV) (a minute or two the first time) ..."; \
+	install server,dev,cpu || { \
+	  grep -q 'No matching distribution found for mooncake' $(VENV)/setup.log || { \
+	    echo "Set-up failed; the reason is above and in $(VENV)/setup.log." >&2; exit 1; }; \
+	  echo "Mooncake has no wheel for this machine: going on without it, with the file store." >&2; \
+	  install server,dev; }
+	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || { \
+	  echo "Note: Mooncake does not load here, so only the file store is at hand."; \
+	  echo "      $$($(BIN)/python -c 'import mooncake.store' 2>&1 | tail -1)"; \
+	  echo "      (libibverbs.so.1 is in Debian's package libibverbs1.)"; }
+	@touch $@
+
+test: setup ## the quick suites, under five minutes
+	@code=0; $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "$(QUICK)" $(TESTS) || code=$$?; \
+	echo; echo "Left out here: $(SUITES)."; \
+	echo "Run one with: $(BIN)/python -m pytest -m NAME (what each needs: CONTRIBUTING.md)."; \
+	echo "All that this machine can run: bash .ci/full"; \
+	exit $$code
+
+cover: setup ## the pure modules' tests, failing under 100 % of branches
+	$(BIN)/python -m pytest -q -p no:cacheprovider --cov-branch --cov-report=term-missing --cov-fail-under=100 \
+	  $(foreach m,$(PURE),--cov=$(subst /,.,$(m))) \
+	  $(foreach m,$(PURE),$(wildcard tests/$(dir $(m))test_$(notdir $(m))*.py))
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: setup ## replay a load through an embedded stack (TRACE=file takes yours)
+	$(BIN)/caketin replay $(TRACE) $(DEMO_FLAGS)
+
+bench: setup ## every benchmark; numbers, no verdicts
+	@for file in benchmarks/[!_]*.py; do \
+	  [ -e "$$file" ] || { echo "no benchmarks here yet"; exit 0; }; \
+	  echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean: ## remove .venv and every cache
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
