@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
@@ -20,6 +21,8 @@ HashKind = Literal["plain", "bigram"]
 HASH_KINDS: Final[tuple[str, ...]] = get_args(HashKind)
 MAX_PAGE_SIZE: Final = 65_536
 MAX_TEXT: Final = 512
+
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,24 +78,42 @@ class Namespace:
 
 
 def fingerprint(salt: str | None) -> str | None:
-    """Return a one-way name of a salt: 128 bits of SHA-256 in hex; None and the empty salt give None."""
+    """Return a one-way name of a salt: 128 bits of SHA-256 in hex; None and the empty salt give None.
+
+    Raises:
+        InvalidInput: for text that has no UTF-8 form.
+    """
     if not salt:
         return None
-    return hashlib.sha256(b"caketin-namespace-salt-v1\n" + salt.encode()).hexdigest()[:32]
+    try:
+        encoded = salt.encode()
+    except UnicodeEncodeError:
+        # JSON can carry a lone surrogate. The text of the error must not repeat the salt.
+        error = FieldError("namespace_salt", "bad_text", "has no UTF-8 form (a lone surrogate)")
+        raise InvalidInput("the namespace cannot be used", [error]) from None
+    return hashlib.sha256(b"caketin-namespace-salt-v1\n" + encoded).hexdigest()[:32]
 
 
 def _errors(ns: Namespace) -> list[FieldError]:
     errors: list[FieldError] = []
     for name in ("tenant", "model", "revision"):
-        value: str = getattr(ns, name)
-        if not 1 <= len(value) <= MAX_TEXT or not value.isprintable():
+        value: object = getattr(ns, name)
+        if not isinstance(value, str) or not 1 <= len(value) <= MAX_TEXT or not value.isprintable():
             errors.append(FieldError(name, "bad_text", f"must be 1 to {MAX_TEXT} printable characters"))
-    if not 1 <= ns.page_size <= MAX_PAGE_SIZE:
-        errors.append(
-            FieldError("page_size", "out_of_range", f"is {ns.page_size}, must be 1 to {MAX_PAGE_SIZE} tokens")
-        )
+    # `True` and `1.0` equal 1 but are written differently in JSON: equal namespaces would get two ids.
+    if type(ns.page_size) is not int or not 1 <= ns.page_size <= MAX_PAGE_SIZE:
+        detail = f"is {ns.page_size!r}, must be an integer, 1 to {MAX_PAGE_SIZE} tokens"
+        errors.append(FieldError("page_size", "out_of_range", detail))
     if ns.hash_kind not in HASH_KINDS:
         errors.append(
             FieldError("hash_kind", "unknown", f"is {ns.hash_kind!r}, use one of {', '.join(HASH_KINDS)}")
         )
+    if ns.salt_fingerprint is not None and not _is_fingerprint(ns.salt_fingerprint):
+        # Not repeated in the text: whoever gets here may have passed the salt itself.
+        detail = "must be 32 lower-case hex digits, as fingerprint(salt) gives them"
+        errors.append(FieldError("salt_fingerprint", "bad_fingerprint", detail))
     return errors
+
+
+def _is_fingerprint(value: object) -> bool:
+    return isinstance(value, str) and _FINGERPRINT.fullmatch(value) is not None

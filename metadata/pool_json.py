@@ -26,6 +26,8 @@ def policy_to_json(policy: HitPolicy) -> dict[str, Any]:
 def policy_from_json(value: dict[str, Any]) -> HitPolicy:
     """Return the policy that `policy_to_json` wrote.
 
+    The numbers are checked by the pool that takes the policy; one left out counts as 0, which no pool takes.
+
     Raises:
         InvalidInput: for a kind that does not exist.
     """
@@ -33,9 +35,9 @@ def policy_from_json(value: dict[str, Any]) -> HitPolicy:
         case "all_pages":
             return AllPages()
         case "trailing_pages":
-            return TrailingPages(int(value["window_pages"]))
+            return TrailingPages(value.get("window_pages", 0))
         case "block_groups":
-            return BlockGroups(int(value["block"]), int(value["group"]))
+            return BlockGroups(value.get("block", 0), value.get("group", 0))
         case other:
             kinds = "all_pages, trailing_pages, block_groups"
             raise InvalidInput(

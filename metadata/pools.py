@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -23,11 +24,16 @@ MAX_POOL_VARIANTS: Final = 64
 MAX_PARTS: Final = 64
 MAX_SHARDS: Final = 4096
 MAX_PART_BYTES: Final = 16 << 30
+MAX_JSON_INT: Final = 2**53 - 1
 
 ObjectLayout = Literal["page_first", "page_first_direct", "layer_first"]
 OBJECT_LAYOUTS: Final[tuple[str, ...]] = get_args(ObjectLayout)
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\Z")
+NAME_PATTERN: Final = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+"""Form of pool and part names: they are segments of object keys and of file names."""
+
+_NAME: Final = re.compile(NAME_PATTERN)
+_MAX_DTYPE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +152,9 @@ class RankPool:
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        errors = _owned_errors(self.owned_shards, self.spec.shard_count)
-        if self.host_bytes is not None and self.host_bytes < 0:
-            errors.append(
-                FieldError("host_bytes", "out_of_range", f"is {self.host_bytes}, must not be negative")
-            )
+        errors = shard_errors("owned_shards", self.owned_shards, self.spec.shard_count)
+        if self.host_bytes is not None:
+            errors += _range_error("host_bytes", self.host_bytes, 0, MAX_JSON_INT)
         if errors:
             raise InvalidInput(f"pool {self.spec.name!r} cannot be registered", errors)
 
@@ -215,18 +219,36 @@ def write_stages(specs: dict[str, PoolSpec]) -> list[list[str]]:
     return [s for s in stages if s]
 
 
+def shard_errors(field: str, shards: Sequence[int], shard_count: int) -> list[FieldError]:
+    """Return what is wrong with a list of shards of a pool: each once, ascending, 0 to `shard_count` - 1."""
+    if any(type(s) is not int for s in shards):
+        return [FieldError(field, "bad_type", f"is {list(shards)}, must be integers")]
+    errors: list[FieldError] = []
+    if list(shards) != sorted(set(shards)):
+        errors.append(
+            FieldError(field, "not_ascending", f"is {list(shards)}, list each shard once, ascending")
+        )
+    outside = [s for s in shards if not 0 <= s < shard_count]
+    if outside:
+        errors.append(FieldError(field, "out_of_range", f"has {outside}, shards are 0 to {shard_count - 1}"))
+    return errors
+
+
 def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _range_error(field: str, value: int, low: int, high: int) -> list[FieldError]:
+def _range_error(field: str, value: object, low: int, high: int) -> list[FieldError]:
+    # `True` and `1.0` equal 1 but are written differently in JSON: equal specs would get two pool ids.
+    if type(value) is not int:
+        return [FieldError(field, "bad_type", f"is {value!r}, must be an integer")]
     if low <= value <= high:
         return []
     return [FieldError(field, "out_of_range", f"is {value}, must be {low} to {high}")]
 
 
-def _name_error(field: str, value: str) -> list[FieldError]:
-    if _NAME.match(value):
+def _name_error(field: str, value: object) -> list[FieldError]:
+    if isinstance(value, str) and _NAME.fullmatch(value):
         return []
     return [
         FieldError(
@@ -256,12 +278,11 @@ def _parts_errors(spec: PoolSpec) -> list[FieldError]:
     for i, p in enumerate(spec.parts):
         errors += _name_error(f"parts[{i}].part", p.part)
         errors += _range_error(f"parts[{i}].bytes", p.bytes, 0, MAX_PART_BYTES)
-        if not p.dtype:
-            errors.append(FieldError(f"parts[{i}].dtype", "empty", "is empty, name the element type"))
+        errors += _dtype_error(f"parts[{i}].dtype", p.dtype)
         if p.part in seen:
             errors.append(FieldError(f"parts[{i}].part", "duplicate", f"{p.part!r} is listed twice"))
         seen.add(p.part)
-    has_bytes = any(p.bytes > 0 for p in spec.parts)
+    has_bytes = any(p.bytes for p in spec.parts)
     if spec.logical and has_bytes:
         errors.append(
             FieldError("parts", "logical_with_bytes", "a logical pool has no bytes; leave parts empty")
@@ -269,6 +290,13 @@ def _parts_errors(spec: PoolSpec) -> list[FieldError]:
     if not spec.logical and not has_bytes:
         errors.append(FieldError("parts", "empty", "has no bytes; give at least one part, or set logical"))
     return errors
+
+
+def _dtype_error(field: str, value: object) -> list[FieldError]:
+    if isinstance(value, str) and 1 <= len(value) <= _MAX_DTYPE and value.isprintable():
+        return []
+    detail = f"is {value!r}, name the element type in 1 to {_MAX_DTYPE} printable characters"
+    return [FieldError(field, "bad_text", detail)]
 
 
 def _policy_errors(policy: HitPolicy) -> list[FieldError]:
@@ -281,20 +309,6 @@ def _policy_errors(policy: HitPolicy) -> list[FieldError]:
             return _range_error("hit_policy.block", block, 1, 65_536) + _range_error(
                 "hit_policy.group", group, 1, 65_536
             )
-
-
-def _owned_errors(owned: tuple[int, ...], shard_count: int) -> list[FieldError]:
-    errors: list[FieldError] = []
-    if list(owned) != sorted(set(owned)):
-        errors.append(
-            FieldError("owned_shards", "not_ascending", f"is {list(owned)}, list each shard once, ascending")
-        )
-    outside = [s for s in owned if not 0 <= s < shard_count]
-    if outside:
-        errors.append(
-            FieldError("owned_shards", "out_of_range", f"has {outside}, shards are 0 to {shard_count - 1}")
-        )
-    return errors
 
 
 def _source_errors(spec: PoolSpec, by_name: dict[str, PoolSpec]) -> list[FieldError]:
