@@ -154,7 +154,7 @@ class RankPool:
     def __post_init__(self) -> None:
         errors = shard_errors("owned_shards", self.owned_shards, self.spec.shard_count)
         if self.host_bytes is not None:
-            errors += _range_error("host_bytes", self.host_bytes, 0, MAX_JSON_INT)
+            errors += range_error("host_bytes", self.host_bytes, 0, MAX_JSON_INT)
         if errors:
             raise InvalidInput(f"pool {self.spec.name!r} cannot be registered", errors)
 
@@ -238,7 +238,8 @@ def _canonical(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-def _range_error(field: str, value: object, low: int, high: int) -> list[FieldError]:
+def range_error(field: str, value: object, low: int, high: int) -> list[FieldError]:
+    """Return what is wrong with a value that must be an integer, `low` to `high`."""
     # `True` and `1.0` equal 1 but are written differently in JSON: equal specs would get two pool ids.
     if type(value) is not int:
         return [FieldError(field, "bad_type", f"is {value!r}, must be an integer")]
@@ -247,7 +248,8 @@ def _range_error(field: str, value: object, low: int, high: int) -> list[FieldEr
     return [FieldError(field, "out_of_range", f"is {value}, must be {low} to {high}")]
 
 
-def _name_error(field: str, value: object) -> list[FieldError]:
+def name_error(field: str, value: object) -> list[FieldError]:
+    """Return what is wrong with a value that must be the name of a pool or part."""
     if isinstance(value, str) and _NAME.fullmatch(value):
         return []
     return [
@@ -258,8 +260,8 @@ def _name_error(field: str, value: object) -> list[FieldError]:
 
 
 def _spec_errors(spec: PoolSpec) -> list[FieldError]:
-    errors = _name_error("name", spec.name)
-    errors += _range_error("shard_count", spec.shard_count, 1, MAX_SHARDS)
+    errors = name_error("name", spec.name)
+    errors += range_error("shard_count", spec.shard_count, 1, MAX_SHARDS)
     if spec.object_layout not in OBJECT_LAYOUTS:
         listed = ", ".join(OBJECT_LAYOUTS)
         errors.append(
@@ -276,8 +278,8 @@ def _parts_errors(spec: PoolSpec) -> list[FieldError]:
         errors.append(FieldError("parts", "too_many", f"has {len(spec.parts)} parts, at most {MAX_PARTS}"))
     seen: set[str] = set()
     for i, p in enumerate(spec.parts):
-        errors += _name_error(f"parts[{i}].part", p.part)
-        errors += _range_error(f"parts[{i}].bytes", p.bytes, 0, MAX_PART_BYTES)
+        errors += name_error(f"parts[{i}].part", p.part)
+        errors += range_error(f"parts[{i}].bytes", p.bytes, 0, MAX_PART_BYTES)
         errors += _dtype_error(f"parts[{i}].dtype", p.dtype)
         if p.part in seen:
             errors.append(FieldError(f"parts[{i}].part", "duplicate", f"{p.part!r} is listed twice"))
@@ -304,9 +306,9 @@ def _policy_errors(policy: HitPolicy) -> list[FieldError]:
         case AllPages():
             return []
         case TrailingPages(window):
-            return _range_error("hit_policy.window_pages", window, 1, 65_536)
+            return range_error("hit_policy.window_pages", window, 1, 65_536)
         case BlockGroups(block, group):
-            return _range_error("hit_policy.block", block, 1, 65_536) + _range_error(
+            return range_error("hit_policy.block", block, 1, 65_536) + range_error(
                 "hit_policy.group", group, 1, 65_536
             )
 
