@@ -26,8 +26,9 @@ EMPTY :=
 QUICK := not ($(subst $(EMPTY) $(EMPTY), or ,$(SUITES)))
 # The one list of pure modules: values in, values out, 100 % of branches covered.
 # tests/test_floors.py reads it and keeps I/O out of them; `make cover` keeps the coverage.
-PURE := metadata/pools metadata/pool_json metadata/namespace metadata/object_keys metadata/page_hash \
-	metadata/hit_policy dataplane/host_pool
+PURE := metadata/pools metadata/pool_json metadata/namespace metadata/page_hash metadata/object_keys \
+	metadata/sglang_keys metadata/hit_policy metadata/page_runs metadata/shard_bitmap metadata/codec \
+	metadata/msgpack_keys dataplane/host_pool dataplane/host_fragments
 
 .PHONY: help setup test cover lint demo bench clean
 
