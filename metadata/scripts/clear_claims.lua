@@ -1,0 +1,75 @@
+-- Clear the claims of pools of pages that could not be read: T2 (at once, fenced by the page's generation, so
+-- that a late report cannot clear a newer claim), with a note that says why and when.
+--
+-- KEYS  page keys 1..n, companion keys n+1..2n, note keys 2n+1..3n
+-- ARGV[1] msgpack { claims = {{bit, shard_count, place in ARGV of the bitmap of missing shards, reason}, ...},
+--                   fenced,
+--                   forget_ms (generation of a page without claims, companions), note_ms }
+-- ARGV[2] one generation byte a page where fenced; ARGV[3..] bitmaps
+-- Returns {claims cleared, pages whose generation was another}
+
+local call = cmsgpack.unpack(ARGV[1])
+local n = #KEYS / 3
+local bor, band, bnot, rshift, lshift = bit.bor, bit.band, bit.bnot, bit.rshift, bit.lshift
+local now = redis.call('TIME')[1]
+for _, claim in ipairs(call.claims) do claim[3] = ARGV[claim[3]] end
+
+local function minus(a, b)
+  local out, empty = {}, true
+  for i = 1, #a do
+    local left = band(string.byte(a, i), bnot(string.byte(b, i) or 0))
+    if left ~= 0 then empty = false end
+    out[i] = string.char(left)
+  end
+  return table.concat(out), empty
+end
+
+local function all_shards(count)
+  local out, left = {}, count
+  while left > 0 do
+    out[#out + 1] = string.char(left >= 8 and 255 or lshift(1, left) - 1)
+    left = left - 8
+  end
+  return table.concat(out)
+end
+
+local cleared, stale = 0, 0
+for i = 1, n do
+  local value = redis.call('GET', KEYS[i])
+  local bytes = value and {string.byte(value, 1, -1)} or {0}
+  local companion, note = KEYS[n + i], KEYS[2 * n + i]
+  if call.fenced and bytes[1] ~= string.byte(ARGV[2], i) then
+    stale = stale + 1
+  else
+    local dirty = false
+    for _, claim in ipairs(call.claims) do
+      local b, shard_count, gone, reason = claim[1], claim[2], claim[3], claim[4]
+      local at, mask = 2 + rshift(b, 3), lshift(1, band(b, 7))
+      local whole = band(bytes[at] or 0, mask) ~= 0
+      local stored = whole and all_shards(shard_count) or redis.call('HGET', companion, b)
+      local left, empty = '', true
+      if stored then left, empty = minus(stored, gone) end
+      if stored and left ~= stored then
+        if whole then bytes[at] = band(bytes[at], bnot(mask)) end
+        if empty then
+          redis.call('HDEL', companion, b)
+        else
+          redis.call('HSET', companion, b, left)
+          redis.call('PEXPIRE', companion, call.forget_ms)
+        end
+        redis.call('HSET', note, b, reason .. ' ' .. now .. ' ' .. gone)
+        redis.call('PEXPIRE', note, call.note_ms)
+        cleared = cleared + 1
+        dirty = true
+      end
+    end
+    if dirty then
+      bytes[1] = band(bytes[1] + 1, 255)
+      local any = 0
+      for k = 2, #bytes do any = bor(any, bytes[k]) end
+      redis.call('SET', KEYS[i], string.char(unpack(bytes)))
+      if any == 0 then redis.call('PEXPIRE', KEYS[i], call.forget_ms) end
+    end
+  end
+end
+return {cleared, stale}
