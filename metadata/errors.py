@@ -24,8 +24,8 @@ class FieldError:
 
     def under(self, prefix: str) -> FieldError:
         """Return the same error for an object that sits at `prefix` of a larger body."""
-        joined = f"{prefix}.{self.field}" if self.field else prefix
-        return FieldError(joined, self.code, self.detail)
+        dot = "." if self.field and not self.field.startswith("[") else ""
+        return FieldError(f"{prefix}{dot}{self.field}", self.code, self.detail)
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What every call takes and gives: one module a resource, pydantic models and nothing else."""
