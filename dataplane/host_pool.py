@@ -368,7 +368,7 @@ def _whole_numbers(values: Any, whose: str, field_name: str, bound: int) -> NDAr
     if array.size == 0:
         return np.empty(0, dtype=np.int64)
     if array.dtype.kind not in "iu":
-        detail = f"has type {array.dtype}, give integers (the first is {array[0]!r})"
+        detail = f"has type {array.dtype}, give integers (the first is {array[0]!s})"
         raise _refused(f"{whose}: {field_name} must be integers", field_name, "not_integer", detail)
     if int(array.min()) < 0 or int(array.max()) >= bound:
         at = int(np.flatnonzero((array < 0) | (array >= bound))[0])
