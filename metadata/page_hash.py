@@ -218,13 +218,13 @@ def _tokens_of_sequence(token_ids: Sequence[int]) -> _Tokens:
         raise _invalid("token_ids", "bad_type", f"is {kind}, must be a sequence of integers or an array")
     # `array` refuses floats and out-of-range values, which numpy would round or wrap.
     try:
-        return np.frombuffer(array("I", token_ids), np.uintc)
+        return np.asarray(array("I", token_ids), np.uint32)
     except OverflowError:
         pass
     except TypeError:
         raise _bad_tokens(token_ids) from None
     try:
-        return np.frombuffer(array("Q", token_ids), np.ulonglong).astype(np.uint64, copy=False)
+        return np.asarray(array("Q", token_ids), np.uint64)
     except (OverflowError, TypeError):
         raise _bad_tokens(token_ids) from None
 
@@ -244,7 +244,7 @@ def _chain(units: _Tokens, page_size: int, seed: bytes) -> list[bytes]:
     pages = len(units) // page_size
     hashes: list[bytes] = []
     sha256, previous = hashlib.sha256, seed
-    for payload in _payloads(units[: pages * page_size].reshape(pages, -1)):
+    for payload in _payloads(units[: pages * page_size].reshape(pages, page_size * units.shape[1])):
         previous = sha256(previous + payload).digest()
         hashes.append(previous)
     return hashes
