@@ -1,0 +1,337 @@
+"""A small Mooncake cluster of our own: one master and storage nodes as child processes on loopback.
+
+For the embedded stack and for tests. In production the master and its nodes are deployed by themselves.
+
+    python -m dataplane.mooncake_node node --master 127.0.0.1:50051 --segment-bytes 1073741824
+
+is a storage node: it lends its memory to the store until SIGTERM, or until the process that started it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NoReturn, Self
+
+from dataplane.mooncake_master import MasterHttp, split_address
+from dataplane.mooncake_native import MooncakeSettings, connect, load_native
+from dataplane.object_store import StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+_LOOPBACK: Final = "127.0.0.1"
+_READY: Final = "caketin storage node ready"
+_PR_SET_PDEATHSIG: Final = 1
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_STARTS: Final = 3  # a port that was free a moment ago may be taken by the time the master binds it
+_TAIL_BYTES: Final = 2_000
+
+
+@dataclass
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+    def tail(self) -> str:
+        return self.log_file.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+
+    def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if self.process.poll() is not None:
+                raise StoreUnavailable(f"{self.name} ended with {self.process.returncode}:\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(f"{self.name} was not ready after {seconds:g} s:\n{self.tail()}")
+            time.sleep(0.02)
+
+    def stop(self, seconds: float) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            log.warning("%s did not end within %g s of SIGTERM and is killed", self.name, seconds)
+            self.process.kill()
+            self.process.wait()
+
+
+class MooncakeCluster:
+    """One `mooncake_master` and its storage nodes, all on loopback; a context manager.
+
+    Close the stores that use it first: a client whose node is gone takes 10 s to close.
+
+    Attributes:
+        master: `host:port` of the master's RPC, once started.
+        master_http: `host:port` of its metrics port, once started.
+        log_folder: where the children's output is.
+    """
+
+    def __init__(
+        self,
+        segment_bytes: int,
+        *,
+        nodes: int = 1,
+        prefault: bool = False,
+        lease_seconds: float = 10.0,
+        log_folder: Path | None = None,
+        ready_seconds: float = 30.0,
+    ) -> None:
+        """Describe a cluster; `start` starts it.
+
+        Args:
+            segment_bytes: memory that each storage node lends.
+            nodes: storage nodes.
+            prefault: touch all of that memory before a node is ready (its first use is slow otherwise).
+            lease_seconds: how long a read protects an object from eviction.
+            log_folder: where to write the children's output; None: a temporary folder, removed by `stop`.
+            ready_seconds: how long each child may take to be ready.
+        """
+        self.master = ""
+        self.master_http = ""
+        self._segment_bytes = segment_bytes
+        self._node_count = nodes
+        self._prefault = prefault
+        self._lease_seconds = lease_seconds
+        self._ready_seconds = ready_seconds
+        self._own_folder = log_folder is None
+        self.log_folder = log_folder or Path(tempfile.mkdtemp(prefix="caketin-mooncake-"))
+        self._master: _Child | None = None
+        self._nodes: list[_Child] = []
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    @property
+    def settings(self) -> MooncakeSettings:
+        """What a client needs to use this cluster."""
+        return MooncakeSettings(
+            self.master,
+            master_http=self.master_http,
+            local_hostname=_LOOPBACK,
+            lease_seconds=self._lease_seconds,
+        )
+
+    def start(self) -> None:
+        """Start the master and the nodes and wait until they serve. Nothing is left behind when it fails.
+
+        Must run in the main thread: the kernel ends the children when the *thread* that started them ends.
+
+        Raises:
+            StoreUnavailable: a child ended or was not ready in time; the text holds the end of its log.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "start a MooncakeCluster in the main thread: its children die with their thread"
+            )
+        self.log_folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._start_master()
+            for _ in range(self._node_count):
+                self.start_node()
+        except BaseException:
+            self.stop()
+            raise
+
+    def start_node(self) -> None:
+        """Start one more storage node and wait until its memory can be used.
+
+        Raises:
+            StoreUnavailable: it ended or was not ready in time.
+        """
+        name = f"storage-node-{len(self._nodes)}"
+        arguments = ["--master", self.master, "--master-http", self.master_http]
+        arguments += ["--segment-bytes", str(self._segment_bytes)]
+        node = self._spawn(name, ["node", *arguments, *(["--prefault"] if self._prefault else [])])
+        self._nodes.append(node)
+        node.wait_until(lambda: _READY.encode() in node.log_file.read_bytes(), self._ready_seconds)
+
+    def kill_node(self, index: int = 0) -> None:
+        """Kill a storage node at once, as a crash would; its bytes are gone."""
+        self._nodes[index].process.kill()
+        self._nodes[index].process.wait()
+
+    def stop(self) -> None:
+        """End nodes, then master; twice is fine."""
+        for node in self._nodes:
+            node.process.terminate() if node.process.poll() is None else None
+        for node in self._nodes:
+            node.stop(5.0)
+        self._nodes.clear()
+        if self._master is not None:
+            self._master.stop(5.0)
+            self._master = None
+        if self._own_folder:
+            shutil.rmtree(self.log_folder, ignore_errors=True)
+
+    def _start_master(self) -> None:
+        for attempt in range(_STARTS):
+            rpc, http = _free_ports(2)
+            flags = [f"--rpc_address={_LOOPBACK}", f"--rpc_port={rpc}"]
+            flags += [f"--metrics_host={_LOOPBACK}", f"--metrics_port={http}"]
+            flags += [f"--default_kv_lease_ttl={round(self._lease_seconds * 1000)}"]
+            self.master, self.master_http = f"{_LOOPBACK}:{rpc}", f"{_LOOPBACK}:{http}"
+            self._master = self._spawn(f"mooncake-master-{attempt}", ["master", *flags])
+            try:
+                self._master.wait_until(self._master_serves, self._ready_seconds)
+            except StoreUnavailable:
+                if self._master.process.poll() is None or attempt == _STARTS - 1:
+                    raise
+                continue
+            return
+
+    def _master_serves(self) -> bool:
+        asked = MasterHttp(self.master_http, seconds=1.0)
+        try:
+            return asked.ready() and _accepts(self.master)
+        finally:
+            asked.close()
+
+    def _spawn(self, name: str, arguments: list[str]) -> _Child:
+        log_file = self.log_folder / f"{name}.log"
+        command = [sys.executable, "-m", "dataplane.mooncake_node", arguments[0]]
+        command += ["--parent", str(os.getpid()), *arguments[1:]]
+        environment = {**os.environ, "GLOG_minloglevel": "1"}
+        # The package is imported by its name, wherever this process found it.
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        with log_file.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches us, and we end the children in order
+            )
+        return _Child(name, process, log_file)
+
+
+def master_binary() -> Path:
+    """Return the path of `mooncake_master`: in the wheel, beside the interpreter, or on PATH.
+
+    Raises:
+        StoreUnavailable: there is none.
+    """
+    module = load_native()
+    places = [
+        Path(module.__file__).parent / "mooncake_master",
+        Path(sys.executable).parent / "mooncake_master",
+    ]
+    on_path = shutil.which("mooncake_master")
+    places += [Path(on_path)] if on_path else []
+    for place in places:
+        if place.is_file() and os.access(place, os.X_OK):
+            return place
+    raise StoreUnavailable("mooncake_master is neither in Mooncake's wheel nor beside Python nor on PATH")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run as a child: `node` lends memory to a store, `master` becomes `mooncake_master`."""
+    parser = argparse.ArgumentParser(prog="python -m dataplane.mooncake_node")
+    roles = parser.add_subparsers(dest="role", required=True)
+    node = roles.add_parser("node", help="lend memory to a Mooncake store")
+    node.add_argument("--master", required=True, help="host:port of the master's RPC")
+    node.add_argument("--master-http", help="host:port of the master's metrics port")
+    node.add_argument("--segment-bytes", type=int, required=True)
+    node.add_argument("--prefault", action="store_true", help="touch all memory before being ready")
+    node.add_argument("--protocol", default="tcp")
+    node.add_argument("--devices", default="")
+    node.add_argument("--local-hostname", default="")
+    master = roles.add_parser("master", help="become mooncake_master; further flags are its own")
+    for role in (node, master):
+        role.add_argument("--parent", type=int, help="end when this process does")
+    chosen, flags = parser.parse_known_args(arguments)
+    if chosen.role == "node" and flags:
+        parser.error(f"unknown arguments: {' '.join(flags)}")
+    if chosen.parent is not None:
+        _die_with(chosen.parent)
+    if chosen.role == "master":
+        _become_master(flags)
+    return _lend_memory(chosen)
+
+
+def _become_master(flags: list[str]) -> NoReturn:
+    binary = str(master_binary())
+    os.execv(binary, [binary, *flags])  # noqa: S606 - the signal on the parent's death survives the exec
+
+
+def _lend_memory(chosen: argparse.Namespace) -> int:
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    settings = MooncakeSettings(
+        chosen.master,
+        local_hostname=chosen.local_hostname,
+        protocol=chosen.protocol,
+        devices=chosen.devices,
+    )
+    before = _base_addresses(chosen.master_http) if chosen.prefault else set()
+    client = connect(load_native(), settings, segment_bytes=chosen.segment_bytes)
+    if chosen.prefault:
+        for base in _base_addresses(chosen.master_http) - before:
+            _populate(*base)
+    print(_READY, client.get_hostname(), chosen.segment_bytes, flush=True)  # noqa: T201 - the parent waits for it
+    stopped.wait()
+    client.close()
+    return 0
+
+
+def _base_addresses(master_http: str | None) -> set[tuple[int, int]]:
+    if master_http is None:
+        raise StoreUnavailable("--prefault needs --master-http, which says where the segment lies in memory")
+    asked = MasterHttp(master_http)
+    found = {(int(s["base_address"], 16), int(s["size_bytes"])) for s in asked.segments()}
+    asked.close()
+    return found
+
+
+def _populate(base: int, length: int) -> None:
+    # Makes the pages present and keeps what is in them, so an object that is already there is safe.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(base), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+        log.warning("the segment could not be prefaulted: %s", os.strerror(ctypes.get_errno()))
+
+
+def _die_with(parent: int) -> None:
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        sys.exit(f"the process {parent} that started this one is gone")
+
+
+def _accepts(address: str) -> bool:
+    try:
+        socket.create_connection(split_address(address), timeout=0.2).close()
+    except OSError:
+        return False
+    return True
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.create_server((_LOOPBACK, 0)) for _ in range(count)]
+    try:
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
