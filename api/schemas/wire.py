@@ -10,7 +10,16 @@ import binascii
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, SecretStr, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SecretStr,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import SerializationInfo, ValidationInfo
 
@@ -155,12 +164,14 @@ Generation = Annotated[
 ]
 """One byte a page. JSON: base64; msgpack: a binary string."""
 
-Runs = Annotated[list[tuple[int, int]], *_opaque(_runs, _RUNS_SCHEMA)]
+Runs = Annotated[list[tuple[int, int]], BeforeValidator(_runs), WithJsonSchema(_RUNS_SCHEMA)]
 """Inclusive runs `[first, last]`."""
 
 PageSet: TypeAlias = Literal["all"] | list[tuple[int, int]]
 PageSetField = Annotated[
-    PageSet, *_opaque(_page_set, {"anyOf": [{"type": "string", "const": "all"}, _RUNS_SCHEMA]})
+    PageSet,
+    BeforeValidator(_page_set),
+    WithJsonSchema({"anyOf": [{"type": "string", "const": "all"}, _RUNS_SCHEMA]}),
 ]
 """`"all"` or inclusive runs of indices into the call's `page_hashes`."""
 
