@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from api.schemas.pools import HitPolicyBody, PartBody
 from api.schemas.wire import Body, Count, Integer, PoolId, Secret, Text
 from metadata.errors import InvalidInput
 from metadata.namespace import MAX_TEXT, Namespace, fingerprint
@@ -62,9 +63,9 @@ class PoolVariantView(Body):
     pool_id: PoolId
     bit: Count | None
     logical: bool
-    parts: list[dict[str, Any]]
+    parts: list[PartBody]
     object_layout: str
-    hit_policy: dict[str, Any]
+    hit_policy: HitPolicyBody
     indices_from: str | None
     shards_registered: Count
     shards_expected: Count
