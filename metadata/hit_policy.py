@@ -39,15 +39,17 @@ PageMask: TypeAlias = NDArray[np.bool_]
 class Stop:
     """Why the length `hit_pages + 1` is not restorable.
 
-    Of the pools that fail at that length, the first in the order of the policies is named. Its page is the
-    last one that is missing: for `all_pages` that is the page `hit_pages` itself, for `trailing_pages` the
-    last missing page of the window that ends there.
+    Of the pools that fail at that length, the first in the order of the policies is named.
+
+    There are two ways to fail there. Mostly the pool lacks the page that the length adds. The window of a
+    trailing pool at `hit_pages + 1` holds, besides that page, only pages of the window at `hit_pages`, and
+    those are there. Only when nothing is restorable (`hit_pages` 0) there is no such window, and the pool may
+    have the page but lack one that its window needs before the call.
 
     Attributes:
-        page: index into the call's pages; 0 where the missing page lies before the call.
+        page: index of the page that the length adds; equals `hit_pages`.
         pool: name of the pool.
-        kind: `absent` when the missing page is the one that the length would add (index `hit_pages`),
-            `window_incomplete` when it is an earlier one of the window, the pages before the call included.
+        kind: `absent` when the pool lacks that page, `window_incomplete` when it lacks one before the call.
     """
 
     page: int
@@ -97,38 +99,6 @@ class Restorable:
         return bisect_right(self.runs, length, key=lambda run: run[0])
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """A trailing pool's pages, those before the call first.
-
-    What lies before `pages` is the start of the sequence or unchecked; both count as present (H2).
-    """
-
-    window: int
-    pages: PageMask
-    before: int
-
-    def complete(self) -> PageMask:
-        """Return, for each length 1, 2, ... of the call, whether the window that ends there has no hole."""
-        holes_to = np.zeros(self.pages.size + 1, dtype=np.int32)
-        np.cumsum(~self.pages, out=holes_to[1:])
-        holes_to_window = np.zeros_like(holes_to)
-        holes_to_window[self.window :] = holes_to[: -self.window]
-        return np.equal(holes_to, holes_to_window)[self.before + 1 :]
-
-    def last_missing(self, length: int) -> int | None:
-        """Return the last missing page of the window that ends at `length`; negative: before the call."""
-        end = self.before + length
-        start = max(0, end - self.window)
-        missing = np.flatnonzero(~self.pages[start:end])
-        return start + int(missing[-1]) - self.before if missing.size else None
-
-    def unchecked(self, length: int, first_page: int) -> int:
-        """Return how many pages of the window that ends at `length` lie before the checked ones."""
-        needed_before = min(self.window - length, first_page)
-        return max(0, needed_before - self.before)
-
-
 def restorable(
     presence: Mapping[str, PageMask],
     policies: Mapping[str, HitPolicy],
@@ -156,31 +126,26 @@ def restorable(
     queried = _checked_pages(presence, policies)
     _check_prefix(prefix, policies, first_page)
 
-    allowed = np.ones(queried + 1, dtype=np.bool_)  # by length
-    allowed[0] = False
+    gates: dict[str, PageMask] = {}
     alone: dict[str, int] = {}
-    windows: dict[str, _Windows] = {}
     for name, policy in policies.items():
-        leading = _first_absent(presence[name])
-        if isinstance(policy, AllPages):
-            allowed[leading + 1 :] = False
-            alone[name] = leading
-        elif isinstance(policy, TrailingPages):
-            windows[name] = _windows(presence[name], policy.window_pages, prefix.get(name))
-            complete = windows[name].complete()
-            allowed[1:] &= complete
-            alone[name] = _last_true(complete) + 1
-        else:
+        if isinstance(policy, BlockGroups):
+            leading = _first_absent(presence[name])
             alone[name] = leading - leading % (policy.block * policy.group)
+        else:
+            gates[name] = _gate(policy, presence[name], prefix.get(name))
+            alone[name] = _longest(gates[name])
 
-    hit = max(0, _last_true(allowed))
-    unchecked = max((w.unchecked(hit, first_page) for w in windows.values()), default=0)
+    allowed = np.ones(queried, dtype=np.bool_)
+    for gate in gates.values():
+        allowed &= gate
+    hit = _longest(allowed)
     return Restorable(
         queried_pages=queried,
-        runs=tuple(page_runs(allowed)),
+        runs=tuple(page_runs(allowed, start=1)),
         pools=alone,
-        unchecked_window_pages=unchecked if hit else 0,
-        stop=_stop(hit, policies, alone, windows) if hit < queried else None,
+        unchecked_window_pages=_unchecked(hit, policies, prefix, first_page) if hit else 0,
+        stop=_stop(hit, gates, presence) if hit < queried else None,
     )
 
 
@@ -242,40 +207,53 @@ def dead_end(
     return first if first < read else None
 
 
+def _gate(policy: AllPages | TrailingPages, pages: PageMask, prefix: PageMask | None) -> PageMask:
+    """Return which lengths the pool alone allows: entry i is length i + 1."""
+    if isinstance(policy, AllPages):
+        return np.logical_and.accumulate(pages)
+    return _windows_complete(pages, policy.window_pages, prefix)
+
+
+def _windows_complete(pages: PageMask, window: int, prefix: PageMask | None) -> PageMask:
+    """Return for each length whether the window that ends there has no hole: entry i is length i + 1.
+
+    A window is whole when as many holes lie before its end as before its start. What lies before `prefix`
+    (or `pages`) is the start of the sequence, or nobody looked: no hole there (H2).
+    """
+    known = pages if prefix is None else np.concatenate((prefix, pages))
+    holes_before_end = np.zeros(known.size + 1, dtype=np.int32)
+    np.cumsum(~known, out=holes_before_end[1:])
+    holes_before_start = np.zeros_like(holes_before_end)
+    holes_before_start[window:] = holes_before_end[:-window]
+    whole = np.equal(holes_before_end, holes_before_start)
+    return whole[whole.size - pages.size :]
+
+
+def _unchecked(
+    hit: int, policies: Mapping[str, HitPolicy], prefix: Mapping[str, PageMask], first_page: int
+) -> int:
+    """Return how many pages before the call the windows at `hit` need that no prefix mask covers."""
+    counts = [0]
+    for name, policy in policies.items():
+        if isinstance(policy, TrailingPages):
+            needed = min(policy.window_pages - hit, first_page)
+            counts.append(needed - (prefix[name].size if name in prefix else 0))
+    return max(counts)
+
+
+def _stop(hit: int, gates: Mapping[str, PageMask], presence: Mapping[str, PageMask]) -> Stop:
+    name = next(name for name, gate in gates.items() if not gate[hit])
+    return Stop(hit, name, "window_incomplete" if presence[name][hit] else "absent")
+
+
 def _first_absent(pages: PageMask) -> int:
     return pages.size if pages.all() else int(pages.argmin())
 
 
-def _last_true(mask: PageMask) -> int:
-    at = np.flatnonzero(mask)
-    return int(at[-1]) if at.size else -1
-
-
-def _windows(pages: PageMask, window: int, prefix: PageMask | None) -> _Windows:
-    if prefix is None:
-        return _Windows(window, pages, 0)
-    return _Windows(window, np.concatenate((prefix, pages)), prefix.size)
-
-
-def _stop(
-    hit: int, policies: Mapping[str, HitPolicy], alone: Mapping[str, int], windows: Mapping[str, _Windows]
-) -> Stop:
-    """Return what the first pool that fails at length `hit + 1` lacks; see `Stop`."""
-    stops = (_pool_stop(hit, name, policy, alone, windows) for name, policy in policies.items())
-    return next(stop for stop in stops if stop is not None)
-
-
-def _pool_stop(
-    hit: int, name: str, policy: HitPolicy, alone: Mapping[str, int], windows: Mapping[str, _Windows]
-) -> Stop | None:
-    match policy:
-        case AllPages() if alone[name] == hit:
-            return Stop(hit, name, "absent")
-        case TrailingPages():
-            last = windows[name].last_missing(hit + 1)
-            if last is not None:
-                return Stop(max(0, last), name, "absent" if last == hit else "window_incomplete")
-    return None
+def _longest(allowed: PageMask) -> int:
+    """Return the longest length of a mask in which entry i is length i + 1, or 0."""
+    at = np.flatnonzero(allowed)
+    return int(at[-1]) + 1 if at.size else 0
 
 
 def _checked_pages(presence: Mapping[str, PageMask], policies: Mapping[str, HitPolicy]) -> int:

@@ -17,15 +17,16 @@ PageSet: TypeAlias = Literal["all"] | Sequence[Sequence[int]]
 """What a call says of pages: `"all"`, or inclusive runs of indices into its `page_hashes`."""
 
 
-def page_runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def page_runs(mask: NDArray[np.bool_], *, start: int = 0) -> list[tuple[int, int]]:
     """Return the True entries of a mask as ascending inclusive runs, each as long as it can be.
 
     Args:
         mask: shape (pages,).
+        start: the number of the first entry; 1 where the entries are lengths.
     """
     padded = np.zeros(mask.size + 2, dtype=np.bool_)
     padded[1:-1] = mask
-    edges = np.flatnonzero(padded[1:] != padded[:-1])
+    edges = np.flatnonzero(padded[1:] != padded[:-1]) + start
     return list(zip(edges[::2].tolist(), (edges[1::2] - 1).tolist(), strict=True))
 
 

@@ -307,37 +307,28 @@ def test_the_stop_leaves_out_pools_that_allow_the_length():
     assert (answer.hit_pages, answer.stop) == (1, Stop(1, "mamba", "absent"))
 
 
-def test_a_window_that_lacks_an_earlier_page_is_incomplete_not_absent():
-    answer = restorable(presence(kv="xxxxx", swa="x..xx"), {"kv": AllPages(), "swa": TrailingPages(4)})
-    assert (answer.hit_pages, answer.stop) == (1, Stop(1, "swa", "absent"))
-    answer = restorable(presence(kv="xxxxx", swa=".xxxx"), {"kv": AllPages(), "swa": TrailingPages(9)})
-    assert (answer.hit_pages, answer.stop) == (0, Stop(0, "swa", "absent"))
-    policies = {"kv": AllPages(), "mamba": TrailingPages(1), "swa": TrailingPages(3)}
-    answer = restorable(presence(kv="xxxxxx", mamba="...xx.", swa="x.xxxx"), policies)
-    assert (answer.runs, answer.stop) == (((5, 5),), Stop(5, "mamba", "absent"))
-    answer = restorable(presence(kv="xxx", swa="x.x", mamba=".xx"), policies)
-    assert answer.stop == Stop(0, "mamba", "absent")
+def test_after_a_hit_a_window_stops_by_the_page_that_the_length_adds():
+    policies = {"kv": AllPages(), "swa": TrailingPages(4)}
+    answer = restorable(presence(kv="xxxxx", swa="x..xx"), policies)
+    assert (answer.runs, answer.stop) == (((1, 1),), Stop(1, "swa", "absent"))
+    answer = restorable(presence(kv="xxxxxxx", swa="x..xxxx"), policies)
+    assert (answer.runs, answer.stop) == (((1, 1), (7, 7)), None)
 
 
-def test_the_stop_of_a_window_is_its_last_missing_page():
-    policies = {"swa": TrailingPages(4)}
+def test_a_window_that_lacks_a_page_before_the_call_is_incomplete_not_absent():
     prefix = {"first_page": 8, "prefix_presence": presence(swa="x..x")}
-    answer = restorable(presence(swa="xx"), policies, **prefix)
     # Length 1 needs pages 5, 6, 7 before the call and page 0 of it; 5 and 6 are missing.
+    answer = restorable(presence(swa="xx"), {"swa": TrailingPages(4)}, **prefix)
     assert (answer.runs, answer.stop) == ((), Stop(0, "swa", "window_incomplete"))
-    answer = restorable(presence(swa="x.xx"), policies, **prefix)
+    # That page 1 is missing too does not matter at length 1.
+    answer = restorable(presence(swa="x.xx"), {"swa": TrailingPages(4)}, **prefix)
     assert answer.stop == Stop(0, "swa", "window_incomplete")
-    answer = restorable(presence(swa="."), policies, **prefix)
+
+
+def test_a_window_that_lacks_the_added_page_and_one_before_the_call_is_absent():
+    prefix = {"first_page": 8, "prefix_presence": presence(swa="x..x")}
+    answer = restorable(presence(swa="."), {"swa": TrailingPages(4)}, **prefix)
     assert answer.stop == Stop(0, "swa", "absent")
-
-
-def test_a_window_page_missing_within_the_call_is_named_by_its_index():
-    # The anchor's order does not hide it: at length 3 only the long window fails, by page 1.
-    policies = {"short": TrailingPages(1), "long": TrailingPages(3)}
-    answer = restorable(presence(short=".xx", long="x.x"), policies)
-    assert answer.stop == Stop(0, "short", "absent")
-    answer = restorable(presence(short="xxx", long="x.x"), policies)
-    assert answer.stop == Stop(1, "long", "absent")
 
 
 def test_no_stop_when_the_longest_length_is_restorable_whatever_holes_lie_before():

@@ -40,6 +40,10 @@ def test_runs_are_inclusive_ascending_and_as_long_as_they_can_be(pages, size, ru
     assert page_runs(mask_of(*pages, size=size)) == runs
 
 
+def test_runs_may_be_numbered_from_another_start_than_0():
+    assert page_runs(mask_of(0, 2, 3, size=4), start=1) == [(1, 1), (3, 4)]
+
+
 def test_runs_are_plain_python_numbers_that_json_takes():
     ((first, last),) = page_runs(mask_of(1, 2, size=4))
     assert type(first) is int
