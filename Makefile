@@ -23,6 +23,7 @@ STAMP := $(VENV)/.setup-done
 # Suites that need more than a Python environment or more than a few minutes. .ci/run and .ci/full run them.
 SUITES := sglang rdma chaos soak browser helm trace
 EMPTY :=
+COMMA := ,
 QUICK := not ($(subst $(EMPTY) $(EMPTY), or ,$(SUITES)))
 # The one list of pure modules: values in, values out, 100 % of branches covered.
 # tests/test_floors.py reads it and keeps I/O out of them; `make cover` keeps the coverage.
@@ -65,9 +66,11 @@ test: setup ## the quick suites, under five minutes
 	exit $$code
 
 cover: setup ## the pure modules' tests, failing under 100 % of branches
-	$(BIN)/python -m pytest -q -p no:cacheprovider --cov-branch --cov-report=term-missing --cov-fail-under=100 \
-	  $(foreach m,$(PURE),--cov=$(subst /,.,$(m))) \
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "$(QUICK)" --cov-branch --cov-report= \
+	  $(foreach p,$(sort $(dir $(PURE))),--cov=$(p:/=)) \
 	  $(foreach m,$(PURE),$(wildcard tests/$(dir $(m))test_$(notdir $(m))*.py))
+	$(BIN)/python -m coverage report --show-missing --fail-under=100 \
+	  --include=$(subst $(EMPTY) $(EMPTY),$(COMMA),$(addsuffix .py,$(PURE)))
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
