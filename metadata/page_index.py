@@ -7,6 +7,7 @@ pools live in a companion key that only commit, missing and explain touch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -197,7 +198,11 @@ class PageIndex:
             plan = self._commit_plan(named, anchors if guarded else ())
             for part in _slices(pages):
                 hashes = [page_hashes[i] for i in part]
-                keys = redis_keys.pages(namespace_id, hashes) + redis_keys.companions(namespace_id, hashes)
+                keys = [
+                    *redis_keys.pages(namespace_id, hashes),
+                    *redis_keys.companions(namespace_id, hashes),
+                    redis_keys.claims(namespace_id, redis_keys.bucket(hashes[0])),
+                ]
                 calls.append(ScriptCall("commit_pages", keys, plan))
                 at.append((part, guarded))
         committed, complete = 0, 0
@@ -240,11 +245,20 @@ class PageIndex:
                     *redis_keys.pages(namespace_id, hashes),
                     *redis_keys.companions(namespace_id, hashes),
                     *redis_keys.notes(namespace_id, hashes),
+                    redis_keys.claims(namespace_id, redis_keys.bucket(hashes[0])),
                 ]
                 fence = bytes(generations[i] for i in part) if generations is not None else b""
                 calls.append(ScriptCall("clear_claims", keys, [plan, fence, *bitmaps]))
         answers = await self._redis.run_all(calls)
         return sum(a[0] for a in answers), sum(a[1] for a in answers)
+
+    async def claimed_pages(self, namespace_id: str) -> dict[int, int]:
+        """Return how many pages each bit claims."""
+        keys = [redis_keys.claims(namespace_id, b) for b in range(redis_keys.BUCKETS)]
+        sums: Counter[int] = Counter()
+        for counts in await self._redis.pipeline(lambda pipe: [pipe.hgetall(key) for key in keys]):
+            sums.update({int(bit): int(pages) for bit, pages in counts.items()})
+        return dict(sums)
 
     async def note(self, namespace_id: str, page_hash: bytes, bit: int) -> tuple[Note | None, list[int]]:
         """Return the note on a page's pool, and the shards of it that are stored while it is incomplete."""

@@ -41,6 +41,11 @@ def notes(namespace_id: str, page_hashes: Sequence[bytes]) -> list[bytes]:
     return _page_family(namespace_id, "n", page_hashes)
 
 
+def claims(namespace_id: str, in_bucket: int) -> bytes:
+    """Return the key of a bucket's counter of complete pages: bit -> pages."""
+    return f"ct:{{{namespace_id}:{in_bucket:02d}}}:claims".encode()
+
+
 def namespace(namespace_id: str) -> str:
     """Return the key of a namespace's identity."""
     return f"ct:{{{namespace_id}}}:identity"

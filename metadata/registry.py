@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from metadata import object_keys, redis_keys
@@ -26,126 +25,28 @@ from metadata.errors import (
 )
 from metadata.namespace import Namespace
 from metadata.pool_json import rank_pool_from_json, rank_pool_to_json, spec_differences
-from metadata.pools import MAX_POOL_VARIANTS, PoolSpec, RankPool, validate_pool_set
+from metadata.pools import MAX_POOL_VARIANTS, RankPool, validate_pool_set
 from metadata.redis_server import RedisServer, ScriptCall
-from metadata.shard_bitmap import has_shard, shard_bitmap
+from metadata.registered import (
+    NamespaceView,
+    RankRecord,
+    Registered,
+    RegisteredPool,
+    Registration,
+    Variant,
+    read_rank_record,
+)
+from metadata.shard_bitmap import shard_bitmap
 
 RETIRED_SECONDS: Final = 86_400
 VIEW_SECONDS: Final = 1.0
 _ATTEMPTS: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A pool variant of a namespace as the registry knows it.
-
-    Attributes:
-        spec: the variant, with the hit policy of the rank that registered it first.
-        bit: its bit in a page's value.
-        registered: bitmap of the shards that some rank registered, ever.
-    """
-
-    spec: PoolSpec
-    bit: int
-    registered: bytes
-
-    @property
-    def missing_shards(self) -> list[int]:
-        """Shards that nobody ever registered; the pool can never be complete while there are any."""
-        return [s for s in range(self.spec.shard_count) if not has_shard(self.registered, s)]
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceView:
-    """A namespace with its variants by pool id."""
-
-    identity: Namespace
-    variants: dict[str, Variant]
-
-    @property
-    def namespace_id(self) -> str:
-        """The namespace's printable digest."""
-        return self.identity.namespace_id
-
-    def by_name(self, name: str) -> list[Variant]:
-        """Return the variants of one pool name, by bit."""
-        found = [v for v in self.variants.values() if v.spec.name == name]
-        return sorted(found, key=lambda v: v.bit)
-
-
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """One registered rank."""
-
-    engine_id: str
-    rank: str
-    incarnation: str
-    namespace_id: str
-    pools: tuple[RankPool, ...]
-    min_pages: int
-    labels: dict[str, str]
-    epoch: int
-    lease_until: float
-
-    @property
-    def specs(self) -> dict[str, PoolSpec]:
-        """The pools' specs by name."""
-        return {p.spec.name: p.spec for p in self.pools}
-
-    def pool(self, name: str) -> RankPool | None:
-        """Return the rank's pool of that name, or None."""
-        return next((p for p in self.pools if p.spec.name == name), None)
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredPool:
-    """What a rank learns of one of its pools."""
-
-    pool_id: str
-    bit: int
-    suffixes: list[str]
-    engines: int
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """What a registration answers."""
-
-    namespace_id: str
-    epoch: int
-    new: bool
-    pools: dict[str, RegisteredPool]
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """What a rank says of itself."""
-
-    engine_id: str
-    rank: str
-    incarnation: str
-    namespace: Namespace
-    pools: tuple[RankPool, ...]
-    min_pages: int = 1
-    labels: dict[str, str] = field(default_factory=dict)
-
-    def record(self) -> dict[str, Any]:
-        """Return the rank's record; pools and labels are text: Lua's JSON loses empty lists."""
-        pools = json.dumps([rank_pool_to_json(p) for p in self.pools], sort_keys=True)
-        body = {
-            "namespace_id": self.namespace.namespace_id,
-            "pools": pools,
-            "min_pages": self.min_pages,
-            "labels": json.dumps(self.labels, sort_keys=True),
-        }
-        text = json.dumps(body, sort_keys=True).encode()
-        return {"incarnation": self.incarnation, "digest": hashlib.sha256(text).hexdigest()[:16], **body}
-
-
 class Registry:
     """Namespaces, engines and ranks.
 
-    Views are cached for a second a process; a call that meets something unknown reads again before it says so.
+    Views are cached for a second; a call that meets something unknown reads again before it says so.
     """
 
     def __init__(self, redis: RedisServer, *, lease_seconds: int = 30) -> None:
@@ -153,6 +54,7 @@ class Registry:
         self.lease_seconds = lease_seconds
         self._views: dict[str, tuple[float, NamespaceView]] = {}
         self._ranks: dict[tuple[str, str, str], tuple[float, RankRecord]] = {}
+        self._engines: dict[tuple[str, str], tuple[float, list[RankRecord]]] = {}
 
     async def register(self, registration: Registration) -> Registered:
         """Register a rank, or renew it with the same or more pools.
@@ -179,6 +81,7 @@ class Registry:
         else:
             raise RedisUnavailable(f"rank {r.rank!r} is registered by several processes at once; try again")
         self._ranks.pop((tenant, r.engine_id, r.rank), None)
+        self._engines.pop((tenant, r.engine_id), None)
         self._views.pop(r.namespace.namespace_id, None)
         engines = await self._join(r)
         pools = {
@@ -222,6 +125,7 @@ class Registry:
         if int(answer[1]) == 0:
             await self._redis.pipeline(lambda p: p.srem(redis_keys.engines(tenant), engine_id))
         self._ranks.clear()
+        self._engines.pop((tenant, engine_id), None)
 
     async def namespace(self, tenant: str, namespace_id: str, *, fresh: bool = False) -> NamespaceView:
         """Return a namespace of this tenant.
@@ -247,6 +151,14 @@ class Registry:
         views = [await self._read_namespace(i.decode()) for i in sorted(ids)]
         return [v for v in views if v is not None and v.identity.tenant == tenant]
 
+    async def members(self, view: NamespaceView) -> dict[str, set[str]]:
+        """Return the engines that registered each pool variant, by pool id."""
+        ids = sorted(view.variants)
+        answers = await self._redis.pipeline(
+            lambda p: [p.smembers(redis_keys.members(view.namespace_id, i)) for i in ids]
+        )
+        return {i: {m.decode() for m in found} for i, found in zip(ids, answers, strict=True)}
+
     async def engines(self, tenant: str) -> list[str]:
         """Return the ids of a tenant's engines, sorted."""
         (ids,) = await self._redis.pipeline(lambda p: p.smembers(redis_keys.engines(tenant)))
@@ -261,7 +173,20 @@ class Registry:
         (raw,) = await self._redis.pipeline(lambda p: p.hgetall(redis_keys.ranks(tenant, engine_id)))
         if not raw:
             raise UnknownEngine(f"no rank of engine {engine_id!r} is registered")
-        return [_rank_record(engine_id, k.decode(), json.loads(raw[k])) for k in sorted(raw)]
+        return [read_rank_record(engine_id, k.decode(), json.loads(raw[k])) for k in sorted(raw)]
+
+    async def engine_cached(self, tenant: str, engine_id: str) -> list[RankRecord]:
+        """Return the ranks of an engine as they were at most a second ago.
+
+        Raises:
+            UnknownEngine: no rank of it is registered.
+        """
+        cached = self._engines.get((tenant, engine_id))
+        now = time.monotonic()
+        if cached is None or cached[0] < now:
+            cached = (now + VIEW_SECONDS, await self.engine(tenant, engine_id))
+            self._engines[tenant, engine_id] = cached
+        return cached[1]
 
     async def rank(self, tenant: str, engine_id: str, rank: str, *, fresh: bool = False) -> RankRecord:
         """Return one rank.
@@ -279,7 +204,7 @@ class Registry:
         if raw is None:
             await self.engine(tenant, engine_id)
             raise UnknownRank(f"rank {rank!r} of engine {engine_id!r} is not registered: register again")
-        record = _rank_record(engine_id, rank, json.loads(raw))
+        record = read_rank_record(engine_id, rank, json.loads(raw))
         self._ranks[key] = (now + VIEW_SECONDS, record)
         return record
 
@@ -298,7 +223,7 @@ class Registry:
             return ""
         old = json.loads(raw)
         if old["incarnation"] == r.incarnation:
-            _refuse_changes(_rank_record(r.engine_id, r.rank, old), r)
+            _refuse_changes(read_rank_record(r.engine_id, r.rank, old), r)
         return f"{old['digest']}/{old['incarnation']}"
 
     async def _allocate(self, r: Registration) -> dict[str, int]:
@@ -355,20 +280,6 @@ class Registry:
             spec = rank_pool_from_json(json.loads(record["pool"])).spec
             known[pool_id.decode()] = Variant(spec, int(record["bit"]), shards.get(pool_id, b""))
         return NamespaceView(Namespace.from_json(json.loads(identity)), known)
-
-
-def _rank_record(engine_id: str, rank: str, raw: dict[str, Any]) -> RankRecord:
-    return RankRecord(
-        engine_id=engine_id,
-        rank=rank,
-        incarnation=raw["incarnation"],
-        namespace_id=raw["namespace_id"],
-        pools=tuple(rank_pool_from_json(p) for p in json.loads(raw["pools"])),
-        min_pages=int(raw["min_pages"]),
-        labels=json.loads(raw["labels"]),
-        epoch=int(raw["epoch"]),
-        lease_until=float(raw["lease_until"]),
-    )
 
 
 def _refuse_changes(old: RankRecord, new: Registration) -> None:

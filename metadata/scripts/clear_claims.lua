@@ -1,7 +1,7 @@
 -- Clear the claims of pools of pages that could not be read: T2 (at once, fenced by the page's generation, so
 -- that a late report cannot clear a newer claim), with a note that says why and when.
 --
--- KEYS  page keys 1..n, companion keys n+1..2n, note keys 2n+1..3n
+-- KEYS  page keys 1..n, companion keys n+1..2n, note keys 2n+1..3n, then the counter of claims
 -- ARGV[1] msgpack { claims = {{bit, shard_count, place in ARGV of the bitmap of missing shards, reason}, ...},
 --                   fenced,
 --                   forget_ms (generation of a page without claims, companions), note_ms }
@@ -9,7 +9,8 @@
 -- Returns {claims cleared, pages whose generation was another}
 
 local call = cmsgpack.unpack(ARGV[1])
-local n = #KEYS / 3
+local n = (#KEYS - 1) / 3
+local lost = {}
 local bor, band, bnot, rshift, lshift = bit.bor, bit.band, bit.bnot, bit.rshift, bit.lshift
 local now = redis.call('TIME')[1]
 for _, claim in ipairs(call.claims) do claim[3] = ARGV[claim[3]] end
@@ -50,7 +51,10 @@ for i = 1, n do
       local left, empty = '', true
       if stored then left, empty = minus(stored, gone) end
       if stored and left ~= stored then
-        if whole then bytes[at] = band(bytes[at], bnot(mask)) end
+        if whole then
+          bytes[at] = band(bytes[at], bnot(mask))
+          lost[b] = (lost[b] or 0) + 1
+        end
         if empty then
           redis.call('HDEL', companion, b)
         else
@@ -72,4 +76,5 @@ for i = 1, n do
     end
   end
 end
+for b, pages in pairs(lost) do redis.call('HINCRBY', KEYS[#KEYS], b, -pages) end
 return {cleared, stale}

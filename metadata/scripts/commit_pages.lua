@@ -1,7 +1,7 @@
 -- Claim pools of pages: O2 (the index learns of a page last, a sidecar never before its anchor) and H4 (a page
 -- counts as present only when every shard of the variant is stored), in one step per page.
 --
--- KEYS  page keys 1..n, then companion keys n+1..2n
+-- KEYS  page keys 1..n, companion keys n+1..2n, then the counter of claims (bit -> complete pages)
 -- ARGV[1] msgpack {
 --   bits      bits whose every shard is in this commit
 --   partial   {bit, shard_count, place in ARGV of the bitmap of committed shards} of the others
@@ -15,7 +15,9 @@
 -- pages whose guarded pools were rejected}.
 
 local call = cmsgpack.unpack(ARGV[1])
-local n = #KEYS / 2
+local n = (#KEYS - 1) / 2
+local claims = KEYS[#KEYS]
+local gained = {}
 local bor, band, rshift, lshift = bit.bor, bit.band, bit.rshift, bit.lshift
 
 local function has_bit(bytes, b)
@@ -26,6 +28,7 @@ local function set_bit(bytes, b)
   local at = 2 + rshift(b, 3)
   for i = #bytes + 1, at do bytes[i] = 0 end
   bytes[at] = bor(bytes[at], lshift(1, band(b, 7)))
+  gained[b] = (gained[b] or 0) + 1
 end
 
 local function union(a, b)
@@ -124,4 +127,5 @@ for i = 1, n do
     if dirty then redis.call('SET', KEYS[i], string.char(unpack(bytes))) end
   end
 end
+for b, pages in pairs(gained) do redis.call('HINCRBY', claims, b, pages) end
 return {committed, complete, rejected}

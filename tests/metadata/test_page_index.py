@@ -97,6 +97,7 @@ async def test_missing_clears_the_claim_raises_the_generation_and_leaves_a_note(
     note, _ = await index.note(NS, pages[1], KV)
     assert note is not None
     assert (note.reason, note.shards) == ("gone", [0])
+    assert await index.claimed_pages(NS) == {KV: 2}
 
 
 async def test_a_late_report_cannot_clear_a_newer_claim(redis_server: RedisServer):
@@ -152,7 +153,8 @@ async def test_commit_is_idempotent(redis_server: RedisServer):
     for _ in range(2):
         done = await index.commit(NS, pages, claims, [])
         assert (done.committed, done.complete) == (700, 700)
-    assert await redis_server.client.dbsize() == 701
+    assert len(await redis_server.client.keys("ct:{*}:p:*")) == 700
+    assert await index.claimed_pages(NS) == {KV: 700, SWA: 2}
 
 
 @pytest.mark.parametrize("hole", [0, 1, 63, 64, 65, 319, 320, 1343, 1344, 4999])

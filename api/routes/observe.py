@@ -1,0 +1,43 @@
+"""What operators and probes look at: hit rates, process health, readiness."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from api import bodies
+from api.context import ContextDep, TenantDep
+from api.schemas.observe import Check, Health, HitRates, HitRatesQuery, Readiness
+
+router = APIRouter(tags=["observing"])
+
+
+@router.get("/v1/hit-rates", response_model=HitRates)
+async def hit_rates(
+    request: Request,
+    context: ContextDep,
+    tenant: TenantDep,
+    *,
+    window: str = "3600",
+    step: str = "60",
+    by: str = "",
+) -> Response:
+    """Give hit rates over time; without `pool` in `by` a row counts the whole prefix."""
+    query = HitRatesQuery.parse(window, step, by)
+    rates = await context.counters.series(query.window, query.step, query.by, tenant)
+    return bodies.answer(request, HitRates.model_validate(rates))
+
+
+@router.get("/healthz", response_model=Health)
+async def healthz(request: Request) -> Response:
+    """Say that the process runs."""
+    return bodies.answer(request, Health())
+
+
+@router.get("/readyz", response_model=Readiness)
+async def readyz(request: Request, context: ContextDep) -> Response:
+    """Say whether the process can take work, and what is wrong if not."""
+    problem = await context.redis.unfit()
+    checks = [Check(name="redis", ok=problem is None, detail=problem or "ready")]
+    ready = all(check.ok for check in checks)
+    return bodies.answer(request, Readiness(ready=ready, checks=checks), 200 if ready else 503)

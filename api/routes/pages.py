@@ -1,0 +1,100 @@
+"""Pages of a namespace: lookup, commit, missing, and the keys of their objects."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from starlette.responses import Response
+
+from api import bodies
+from api.context import ContextDep, TenantDep
+from api.schemas.commit import CommitRequest, CommitResult, MissingRequest, MissingResult, Rejection
+from api.schemas.lookup import LookupRequest, LookupResult, Miss
+from metadata.prefix_lookup import LookupAnswer, LookupQuery, PoolQuery
+from metadata.stored_pages import PoolPages
+
+router = APIRouter(prefix="/v1/namespaces/{namespace_id}", tags=["pages"])
+
+NamespaceId = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
+
+
+@router.post("/lookup", response_model=LookupResult)
+async def lookup(
+    request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
+) -> Response:
+    """Say how much of a prompt is restorable, and why not more."""
+    body = await bodies.read(request, context, LookupRequest)
+    pools = body.pools
+    query = LookupQuery(
+        page_hashes=body.page_hashes,
+        token_ids=None if body.token_ids is None else body.token_ids.values,
+        cache_salt=body.cache_salt.get_secret_value() if body.cache_salt else None,
+        extra_key=body.extra_key.get_secret_value() if body.extra_key else None,
+        first_page=body.first_page,
+        prefix_hashes=body.prefix_hashes,
+        engine_id=body.engine_id,
+        pools=None if pools is None else {n: PoolQuery(p.window_pages, p.pool_id) for n, p in pools.items()},
+        min_pages=body.min_pages,
+        counted=body.purpose == "prefetch",
+        request_id=body.request_id,
+    )
+    found = await context.lookups.lookup(tenant, namespace_id, query)
+    return bodies.answer(request, _lookup_result(found, advisory=body.purpose != "prefetch"))
+
+
+@router.post("/commit", response_model=CommitResult)
+async def commit(
+    request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
+) -> Response:
+    """Claim pages that are stored and confirmed."""
+    body = await bodies.read(request, context, CommitRequest)
+    stored = {name: PoolPages(p.pages, tuple(p.shards)) for name, p in body.stored.items()}
+    who = (body.engine_id, body.rank)
+    done = await context.pages.commit(tenant, namespace_id, who, body.page_hashes, stored)
+    rejected = [Rejection(page=page, pool=pool, code="anchor_missing") for page, pool in done.rejected]
+    return bodies.answer(
+        request, CommitResult(committed=done.committed, complete=done.complete, rejected=rejected)
+    )
+
+
+@router.post("/missing", response_model=MissingResult)
+async def missing(
+    request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
+) -> Response:
+    """Report pages that could not be read; their claims are cleared at once."""
+    body = await bodies.read(request, context, MissingRequest)
+    gone = {name: PoolPages(p.pages, tuple(p.shards), p.reason) for name, p in body.missing.items()}
+    cleared, stale = await context.pages.missing(
+        tenant,
+        namespace_id,
+        (body.engine_id, body.rank),
+        body.page_hashes,
+        gone,
+        generations=body.generation,
+    )
+    return bodies.answer(request, MissingResult(cleared=cleared, stale=stale))
+
+
+def _lookup_result(found: LookupAnswer, *, advisory: bool) -> LookupResult:
+    miss = found.miss
+    return LookupResult(
+        queried_pages=found.queried_pages,
+        hit_pages=found.hit_pages,
+        hit_tokens=found.hit_tokens,
+        restorable=found.restorable,
+        pools=found.pools,
+        generation=found.generations,
+        advisory=advisory,
+        degraded=found.degraded,
+        unchecked_window_pages=found.unchecked_window_pages,
+        miss=None
+        if miss is None
+        else Miss(
+            page=miss.page,
+            pool=miss.pool,
+            reason=miss.reason,  # type: ignore[arg-type]  # the domain's reasons are the contract's
+            shards=miss.shards,
+            age_seconds=miss.age_seconds,
+        ),
+    )

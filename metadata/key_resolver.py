@@ -1,0 +1,74 @@
+"""Suffix resolution for callers that move bytes themselves: pages and pools to object keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from metadata import object_keys
+from metadata.errors import AmbiguousVariant, UnknownPool
+from metadata.registered import NamespaceView, Variant
+from metadata.sglang_keys import SglangLayout
+
+PoolKeys: TypeAlias = tuple[str | None, list[list[str]]]
+"""Pool id (None in scheme `sglang`), and one list of keys a page."""
+
+Choice: TypeAlias = tuple[str | None, Sequence[int] | None]
+"""Pool id (None: the only variant of that name) and shards (None: all)."""
+
+
+def resolve(
+    view: NamespaceView, page_hashes: Sequence[bytes], pools: Mapping[str, Choice] | None
+) -> dict[str, PoolKeys]:
+    """Return the keys of pages in scheme `caketin`, by pool name.
+
+    Args:
+        view: the namespace.
+        page_hashes: the pages.
+        pools: which pools, variants and shards; None: every pool that has bytes.
+
+    Raises:
+        UnknownPool: nobody registered the pool, or the pool id.
+        AmbiguousVariant: the pool has several variants and no pool id is given.
+        InvalidInput: a shard that the pool does not have.
+    """
+    if pools is None:
+        pools = {v.spec.name: (None, None) for v in view.variants.values() if not v.spec.logical}
+    found: dict[str, PoolKeys] = {}
+    for name, (pool_id, shards) in pools.items():
+        spec = choose_variant(view, name, pool_id).spec
+        suffixes = object_keys.suffixes(spec, range(spec.shard_count) if shards is None else shards)
+        found[name] = (spec.pool_id, object_keys.object_keys(view.namespace_id, page_hashes, suffixes))
+    return found
+
+
+def resolve_sglang(layout: SglangLayout, page_hashes: Sequence[bytes]) -> dict[str, PoolKeys]:
+    """Return the keys of pages as one rank of a stock SGLang engine writes them, by pool name."""
+    return {p.name: (None, layout.object_keys(p.name, page_hashes)) for p in layout.pools}
+
+
+def choose_variant(view: NamespaceView, name: str, pool_id: str | None) -> Variant:
+    """Return the variant of a pool: the one of that id, or the only one there is.
+
+    Raises:
+        UnknownPool: nobody registered the pool, or the pool id.
+        AmbiguousVariant: the pool has several variants and no pool id is given.
+    """
+    return only_variant(view, name, [v for v in view.by_name(name) if pool_id in {None, v.spec.pool_id}])
+
+
+def only_variant(view: NamespaceView, name: str, candidates: Sequence[Variant]) -> Variant:
+    """Return the one candidate there is for a pool.
+
+    Raises:
+        UnknownPool: there is none.
+        AmbiguousVariant: there are several.
+    """
+    if not candidates:
+        raise UnknownPool(f"nobody registered pool {name!r} (of that id) in namespace {view.namespace_id!r}")
+    if len(candidates) > 1:
+        ids = ", ".join(v.spec.pool_id for v in candidates)
+        raise AmbiguousVariant(
+            f"pool {name!r} has several variants ({ids}): give pools.{name}.pool_id, or in a lookup engine_id"
+        )
+    return candidates[0]

@@ -1,0 +1,158 @@
+"""What a rank says of pages: stored (commit) and gone (missing), by pool name and shard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metadata.errors import FieldError, InvalidInput, UnknownPool
+from metadata.hit_counters import CountedPages, HitCounters, Source
+from metadata.page_index import AnchorShards, Claim, Committed, Lost, PageIndex
+from metadata.page_runs import PageSet, runs_to_mask
+from metadata.pools import RankPool, anchor_pools
+from metadata.registered import NamespaceView, RankRecord
+from metadata.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPages:
+    """Pages and shards of one pool.
+
+    Attributes:
+        pages: `"all"` or inclusive runs of indices into the call's page hashes.
+        shards: shards of the variant.
+        reason: for missing pages, what the reader saw.
+    """
+
+    pages: PageSet
+    shards: tuple[int, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPages:
+    """Commits and reports over one registry and one index."""
+
+    registry: Registry
+    index: PageIndex
+    counters: HitCounters
+
+    async def commit(
+        self,
+        tenant: str,
+        namespace_id: str,
+        who: tuple[str, str],
+        page_hashes: Sequence[bytes],
+        stored: Mapping[str, PoolPages],
+    ) -> Committed:
+        """Claim what a rank has stored and confirmed (O2); idempotent.
+
+        Args:
+            tenant: the caller's.
+            namespace_id: the namespace.
+            who: engine id and rank.
+            page_hashes: pages of the call.
+            stored: by pool name.
+
+        Raises:
+            UnknownNamespace, UnknownEngine, UnknownRank: register first.
+            UnknownPool: the rank did not register it.
+            InvalidInput: a shard that the rank does not own, a pool without bytes, or pages outside the call.
+        """
+        view, record = await self._rank(tenant, namespace_id, who, stored)
+        specs = record.specs
+        anchors = anchor_pools(specs)
+        claims: list[Claim] = []
+        for name, item in stored.items():
+            pool = _own_pool(record, name, item, "stored")
+            mask = runs_to_mask(item.pages, len(page_hashes), field=f"stored.{name}.pages")
+            bit, count = view.variants[pool.spec.pool_id].bit, pool.spec.shard_count
+            claims.append(Claim(name, bit, count, item.shards, mask, guarded=name not in anchors))
+        return await self.index.commit(
+            namespace_id, page_hashes, claims, _anchor_shards(view, record, anchors)
+        )
+
+    async def missing(
+        self,
+        tenant: str,
+        namespace_id: str,
+        who: tuple[str, str],
+        page_hashes: Sequence[bytes],
+        missing: Mapping[str, PoolPages],
+        *,
+        generations: bytes | None,
+    ) -> tuple[int, int]:
+        """Clear the claims of what a rank could not read (T2).
+
+        Args:
+            tenant: the caller's.
+            namespace_id: the namespace.
+            who: engine id and rank.
+            page_hashes: pages of the call.
+            missing: by pool name.
+            generations: one byte a page as the lookup gave them; None clears whatever is claimed.
+
+        Returns:
+            Claims cleared, and pages left alone because their generation was another.
+
+        Raises:
+            UnknownNamespace, UnknownEngine, UnknownRank: register first.
+            UnknownPool: the rank did not register it.
+            InvalidInput: a shard that the rank does not own, a pool without bytes, or pages outside the call.
+        """
+        view, record = await self._rank(tenant, namespace_id, who, missing)
+        lost: list[Lost] = []
+        any_pool = np.zeros(len(page_hashes), np.bool_)
+        counts: dict[str, int] = {}
+        for name, item in missing.items():
+            pool = _own_pool(record, name, item, "missing")
+            mask = runs_to_mask(item.pages, len(page_hashes), field=f"missing.{name}.pages")
+            bit, count = view.variants[pool.spec.pool_id].bit, pool.spec.shard_count
+            lost.append(Lost(bit, count, item.shards, mask, item.reason))
+            any_pool |= mask
+            counts[name] = int(mask.sum())
+        answer = await self.index.clear(namespace_id, page_hashes, lost, generations)
+        source = Source(tenant, namespace_id, view.identity.model, record.engine_id)
+        self.counters.count(CountedPages(source, "lost_pages", {"": int(any_pool.sum()), **counts}))
+        return answer
+
+    async def _rank(
+        self, tenant: str, namespace_id: str, who: tuple[str, str], pools: Mapping[str, PoolPages]
+    ) -> tuple[NamespaceView, RankRecord]:
+        view = await self.registry.namespace(tenant, namespace_id)
+        record = await self.registry.rank(tenant, *who)
+        if any(record.pool(name) is None for name in pools) or record.namespace_id != namespace_id:
+            record = await self.registry.rank(tenant, *who, fresh=True)
+        if record.namespace_id != namespace_id:
+            detail = f"is registered in namespace {record.namespace_id}"
+            raise InvalidInput("the rank is elsewhere", [FieldError("rank", "other_namespace", detail)])
+        if any(p.spec.pool_id not in view.variants for p in record.pools):
+            view = await self.registry.namespace(tenant, namespace_id, fresh=True)
+        return view, record
+
+
+def _own_pool(record: RankRecord, name: str, item: PoolPages, field: str) -> RankPool:
+    pool = record.pool(name)
+    if pool is None:
+        raise UnknownPool(
+            f"rank {record.rank!r} of engine {record.engine_id!r} did not register pool {name!r}"
+        )
+    if pool.spec.logical:
+        raise InvalidInput(
+            "the pool has no bytes", [FieldError(f"{field}.{name}", "logical", "is logical and never stored")]
+        )
+    foreign = sorted(set(item.shards) - set(pool.owned_shards))
+    if foreign or not item.shards:
+        detail = f"has {foreign or 'no shard'}, the rank owns {list(pool.owned_shards)}"
+        raise InvalidInput("shards of others", [FieldError(f"{field}.{name}.shards", "not_owned", detail)])
+    return pool
+
+
+def _anchor_shards(view: NamespaceView, record: RankRecord, anchors: Sequence[str]) -> list[AnchorShards]:
+    """Return the anchor's shards that this rank owns; its sidecars wait for them (O2)."""
+    owned = [p for p in record.pools if p.spec.name in anchors and p.owned_shards]
+    return [
+        AnchorShards(view.variants[p.spec.pool_id].bit, p.spec.shard_count, p.owned_shards) for p in owned
+    ]
