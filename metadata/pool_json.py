@@ -19,8 +19,7 @@ def policy_to_json(policy: HitPolicy) -> dict[str, Any]:
             return {"kind": "all_pages"}
         case TrailingPages(window):
             return {"kind": "trailing_pages", "window_pages": window}
-        case BlockGroups(block, group):
-            return {"kind": "block_groups", "block": block, "group": group}
+    return {"kind": "block_groups", "block": policy.block, "group": policy.group}
 
 
 def policy_from_json(value: dict[str, Any]) -> HitPolicy:

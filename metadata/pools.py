@@ -24,6 +24,7 @@ MAX_POOL_VARIANTS: Final = 64
 MAX_PARTS: Final = 64
 MAX_SHARDS: Final = 4096
 MAX_PART_BYTES: Final = 16 << 30
+MAX_WINDOW_PAGES: Final = 65_536
 MAX_JSON_INT: Final = 2**53 - 1
 
 ObjectLayout = Literal["page_first", "page_first_direct", "layer_first"]
@@ -301,16 +302,17 @@ def _dtype_error(field: str, value: object) -> list[FieldError]:
     return [FieldError(field, "bad_text", detail)]
 
 
-def _policy_errors(policy: HitPolicy) -> list[FieldError]:
+def _policy_errors(policy: object) -> list[FieldError]:
     match policy:
         case AllPages():
             return []
         case TrailingPages(window):
-            return range_error("hit_policy.window_pages", window, 1, 65_536)
+            return range_error("hit_policy.window_pages", window, 1, MAX_WINDOW_PAGES)
         case BlockGroups(block, group):
-            return range_error("hit_policy.block", block, 1, 65_536) + range_error(
-                "hit_policy.group", group, 1, 65_536
-            )
+            errors = range_error("hit_policy.block", block, 1, MAX_WINDOW_PAGES)
+            return errors + range_error("hit_policy.group", group, 1, MAX_WINDOW_PAGES)
+        case _:
+            return [FieldError("hit_policy", "unknown", f"is {policy!r}, which is no hit policy")]
 
 
 def _source_errors(spec: PoolSpec, by_name: dict[str, PoolSpec]) -> list[FieldError]:
