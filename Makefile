@@ -86,5 +86,5 @@ bench: setup ## every benchmark; numbers, no verdicts
 	  echo "== $$file"; $(BIN)/python "$$file"; done
 
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .venv-3.* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
