@@ -19,8 +19,11 @@ MEDIA_TYPES: Final[dict[Format, str]] = {"json": "application/json", "msgpack": 
 
 T = TypeVar("T")
 
-# What msgspec says of a fault: the text, then ` - at ` and the place, `$.pools[2].name`.
-_FAULT: Final = re.compile(r"(?P<at>(\[\d+\])?)(?P<detail>.*?)( - at `(key in )?\$(?P<path>.*)`)?", re.DOTALL)
+# What msgspec says of a fault: the text, then " - at " and the place, `$.pools[2].name`. Before the text our
+# own hooks put the place within a list.
+_FAULT: Final = re.compile(
+    r"(?P<at>(\[\d+\])?)(?P<detail>.*?)( - at (`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL
+)
 _MAX_DETAIL: Final = 256
 _SECRETS: Final = frozenset({"namespace_salt", "cache_salt", "extra_key"})
 
