@@ -30,7 +30,7 @@ Pure: values in, values out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, get_args
@@ -50,6 +50,8 @@ _PAIR_POOLS: Final = (ANCHOR, "swa", "draft", "draft_swa")
 _OWN_ATTENTION_POOLS: Final = ("draft", "draft_swa")
 
 _PAGE: Final = re.compile(rf"[0-9a-f]{{{HEX_DIGITS}}}")
+# Object names start with a letter and ranks hold none: a suffix falls apart in one way only.
+_SUFFIX: Final = re.compile(r"_((?:[0-9]{1,4}(?:_[0-9]{1,4})?)?)_([A-Za-z][A-Za-z0-9_.-]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class SglangLayout:
         errors = _layout_errors(self)
         if errors:
             raise InvalidInput("the SGLang layout cannot be used", errors)
-        _parsed_suffixes(self)
+        _pools_of_objects(self)
 
     @property
     def key_prefix(self) -> str:
@@ -162,7 +164,9 @@ class SglangLayout:
         errors = shard_errors("shards", shards, self.shard_count(pool))
         if errors:
             raise InvalidInput(f"pool {pool!r} has no such shards", errors)
-        return [suffix for shard in shards for suffix, _ in _suffixes(self, self._pool(pool), shard)]
+        chosen = self._pool(pool)
+        names = [name for name, _ in _objects(self, chosen)]
+        return [f"_{_rank(self, chosen, shard)}_{name}" for shard in shards for name in names]
 
     def object_keys(
         self, pool: str, page_hashes: Sequence[bytes], shards: Sequence[int] | None = None
@@ -182,12 +186,15 @@ class SglangLayout:
             InvalidInput: for a key that no rank of an engine with this layout writes.
         """
         start = len(self.key_prefix)
-        page, suffix = key[start : start + HEX_DIGITS], key[start + HEX_DIGITS :]
-        found = _parsed_suffixes(self).get(suffix)
-        if found is None or not key.startswith(self.key_prefix) or not _PAGE.fullmatch(page):
-            detail = f"is {key!r}, which no rank of this layout writes"
-            raise InvalidInput("not a key of this layout", [FieldError("key", "bad_key", detail)])
-        return SglangKey(bytes.fromhex(page), *found)
+        page, suffix = key[start : start + HEX_DIGITS], _SUFFIX.fullmatch(key, start + HEX_DIGITS)
+        if key.startswith(self.key_prefix) and _PAGE.fullmatch(page) and suffix is not None:
+            rank, name = suffix.groups()
+            pool, part = _pools_of_objects(self).get(name, (None, ""))
+            shard = None if pool is None else _shard_of(self, pool, rank)
+            if pool is not None and shard is not None:
+                return SglangKey(bytes.fromhex(page), pool.name, shard, part)
+        detail = f"is {key!r}, which no rank of this layout writes"
+        raise InvalidInput("not a key of this layout", [FieldError("key", "bad_key", detail)])
 
     def _pool(self, name: str) -> SglangPool:
         for pool in self.pools:
@@ -228,25 +235,25 @@ def _rank(layout: SglangLayout, pool: SglangPool, shard: int) -> str:
     return f"{tp_rank}_{pp_rank}" if layout.pp_size > 1 else f"{tp_rank}"
 
 
-def _suffixes(layout: SglangLayout, pool: SglangPool, shard: int) -> Iterator[tuple[str, str]]:
-    """Yield (suffix, part) of one shard, in the order of the engine's buffers."""
-    rank = _rank(layout, pool, shard)
-    for name, part in _objects(layout, pool):
-        yield f"_{rank}_{name}", part
+def _shard_of(layout: SglangLayout, pool: SglangPool, rank: str) -> int | None:
+    """Return the shard that `_rank` writes as `rank`, or None if there is none."""
+    numbers = [int(number) for number in rank.split("_") if number] + [0, 0]
+    shard = numbers[1] * layout.tp_size + numbers[0] if _is_sharded(layout, pool) else numbers[0]
+    exists = shard < layout.shard_count(pool.name) and _rank(layout, pool, shard) == rank
+    return shard if exists else None
 
 
 @lru_cache(maxsize=64)
-def _parsed_suffixes(layout: SglangLayout) -> dict[str, tuple[str, int, str]]:
-    """Return suffix -> (pool, shard, part) over all ranks; no two objects may share one."""
-    found: dict[str, tuple[str, int, str]] = {}
+def _pools_of_objects(layout: SglangLayout) -> dict[str, tuple[SglangPool, str]]:
+    """Return object name -> (pool, part); no two objects of a layout may share a name."""
+    found: dict[str, tuple[SglangPool, str]] = {}
     for i, pool in enumerate(layout.pools):
-        for shard in range(layout.shard_count(pool.name)):
-            for suffix, part in _suffixes(layout, pool, shard):
-                if suffix in found:
-                    detail = f"{pool.name!r} and {found[suffix][0]!r} would share the key suffix {suffix!r}"
-                    error = FieldError(f"pools[{i}].name", "ambiguous", detail)
-                    raise InvalidInput("the SGLang layout cannot be used", [error])
-                found[suffix] = (pool.name, shard, part)
+        for name, part in _objects(layout, pool):
+            if name in found:
+                detail = f"{pool.name!r} and {found[name][0].name!r} would both write objects named {name!r}"
+                error = FieldError(f"pools[{i}].name", "ambiguous", detail)
+                raise InvalidInput("the SGLang layout cannot be used", [error])
+            found[name] = (pool, part)
     return found
 
 
@@ -272,6 +279,8 @@ def _layout_errors(layout: SglangLayout) -> list[FieldError]:
 
 def _pool_errors(pool: SglangPool) -> list[FieldError]:
     errors = name_error("name", pool.name)
+    if not errors and not pool.name[0].isalpha():
+        errors.append(FieldError("name", "bad_name", f"is {pool.name!r}, SGLang's names start with a letter"))
     if pool.attention is not None:
         errors += _attention_error("attention", pool.attention)
         if pool.name not in _OWN_ATTENTION_POOLS:

@@ -293,6 +293,20 @@ def test_a_damaged_or_forged_manifest_is_refused(raw, field):
     assert fields(error) == [field]
 
 
+def test_a_manifest_larger_than_any_pool_needs_is_refused_unread():
+    with pytest.raises(InvalidInput, match=f"has {256 * 1024 + 1} bytes, at most {256 * 1024}"):
+        parse_manifest(b"[" * (256 * 1024 + 1))
+    with pytest.raises(InvalidInput, match="no JSON object"):
+        parse_manifest(b"[" * (256 * 1024))
+
+
+def test_the_largest_manifest_there_can_be_is_read():
+    many = tuple(Part(f"k{i:063}", "\U0001f370" * 64, 1) for i in range(64))
+    text = "\U0001f370" * 512
+    raw = manifest(Namespace(text, text, text, 65_536, "bigram", fingerprint("a")), PoolSpec("k" * 64, many))
+    assert parse_manifest(raw).spec.parts == many
+
+
 @given(st.binary(max_size=60))
 def test_no_bytes_make_the_manifest_parser_fail_otherwise(raw):
     with pytest.raises(InvalidInput):

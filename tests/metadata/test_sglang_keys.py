@@ -172,6 +172,43 @@ def test_a_key_that_no_rank_of_the_layout_writes_is_refused(key):
     assert fields(error) == ["key"]
 
 
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        "_0_k",
+        "_3_0_k",
+        "_0_2_k",
+        "_0_01_k",
+        "_00_1_k",
+        "__k",
+        "_0_1_1_k",
+        "_0__k",
+        "__0_k",
+        "_0_99999_k",
+        "_0_1_",
+    ],
+)
+def test_with_pipeline_stages_a_key_names_rank_and_stage_within_their_sizes(suffix):
+    layout = SglangLayout("m", tp_size=3, pp_size=2)
+    assert layout.parse(f"m_{HEX}_2_1_k").shard == 5
+    with pytest.raises(InvalidInput):
+        layout.parse(f"m_{HEX}{suffix}")
+
+
+@pytest.mark.parametrize("suffix", ["__k", "_2_k", "_0_0_k", "_00_k"])
+def test_a_replicated_pool_names_the_stage_only(suffix):
+    layout = SglangLayout("m", tp_size=3, pp_size=2, attention="mla")
+    assert layout.parse(f"m_{HEX}_1_k").shard == 1
+    with pytest.raises(InvalidInput):
+        layout.parse(f"m_{HEX}{suffix}")
+
+
+def test_the_largest_layout_costs_no_more_than_a_small_one():
+    pools = (SglangPool("kv"), SglangPool("mamba", conv_states=63), *(SglangPool(f"p{i}") for i in range(60)))
+    layout = SglangLayout("m", tp_size=4096, pools=pools)
+    assert layout.parse(f"m_{HEX}_4095_conv_62") == SglangKey(HASH, "mamba", 4095, "conv_62")
+
+
 @pytest.mark.parametrize("shards", [[1, 0], [4], [-1]])
 def test_shards_must_ascend_and_exist(shards):
     with pytest.raises(InvalidInput) as error:
@@ -197,12 +234,14 @@ def test_a_pool_the_layout_does_not_list_is_unknown():
         ({"attention": "gqa"}, "attention"),
         ({"pools": (SglangPool("kv"), SglangPool("kv"))}, "pools[1].name"),
         ({"pools": (SglangPool("k v"),)}, "pools[0].name"),
+        ({"pools": (SglangPool("0_swa"),)}, "pools[0].name"),
+        ({"pools": (SglangPool("_kv"),)}, "pools[0].name"),
         ({"pools": (SglangPool("kv", "mla"),)}, "pools[0].attention"),
         ({"pools": (SglangPool("draft", "gqa"),)}, "pools[0].attention"),
         ({"pools": (SglangPool("kv", conv_states=1),)}, "pools[0].conv_states"),
         ({"pools": (SglangPool("mamba", conv_states=-1),)}, "pools[0].conv_states"),
         ({"pools": (SglangPool("mamba", temporal=False),)}, "pools[0].conv_states"),
-        # "_" + "" + "_" + "k" twice: the latent kv of an MLA engine, and a packed pool of that name.
+        # The latent kv of an MLA engine writes objects named "k", and so would a packed pool of that name.
         ({"attention": "mla", "pools": (SglangPool("kv"), SglangPool("k"))}, "pools[1].name"),
     ],
     ids=str,
