@@ -44,14 +44,13 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Name another one: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "Cannot make $(VENV): is Python's venv module installed (Debian: python3-venv)?" >&2; exit 1; }
-	@install() { $(BIN)/python -m pip install $(PIP_FLAGS) --disable-pip-version-check --quiet \
-	    -c constraints.txt -e ".[$$1]" 2>&1 | tee $(VENV)/setup.log; }; \
+	@pip() { $(BIN)/python -m pip install $(PIP_FLAGS) --disable-pip-version-check --quiet "$$@"; }; \
 	echo "Installing caketin into $(VENV) (a minute or two the first time) ..."; \
-	install server,dev,cpu || { \
-	  grep -q 'No matching distribution found for mooncake' $(VENV)/setup.log || { \
-	    echo "Set-up failed; the reason is above and in $(VENV)/setup.log." >&2; exit 1; }; \
+	pip -c constraints.txt -e '.[server,dev,cpu]' || { \
+	  alone=$$(pip --dry-run --no-deps "$$(grep ^mooncake constraints.txt)" 2>&1 || true); \
+	  [[ $$alone == *"No matching distribution"* ]] || { echo "Set-up failed; pip says above why." >&2; exit 1; }; \
 	  echo "Mooncake has no wheel for this machine: going on without it, with the file store." >&2; \
-	  install server,dev; }
+	  pip -c constraints.txt -e '.[server,dev]'; }
 	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || { \
 	  echo "Note: Mooncake does not load here, so only the file store is at hand."; \
 	  echo "      $$($(BIN)/python -c 'import mooncake.store' 2>&1 | tail -1)"; \
