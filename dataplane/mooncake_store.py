@@ -15,8 +15,6 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Condition
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -25,10 +23,10 @@ from numpy.typing import NDArray
 from dataplane.mooncake_master import MasterHttp, check_listening
 from dataplane.mooncake_native import MooncakeSettings, close_native, connect, keep_open, load_native
 from dataplane.object_store import (
+    CallGate,
     ObjectBuffers,
     RegisteredRegions,
     RegistrationFailed,
-    StoreClosed,
     StoreCode,
     StoreError,
     StoreUnavailable,
@@ -77,9 +75,7 @@ class MooncakeStore:
         self._client = connect(self._native, settings, segment_bytes=0)
         self._http = MasterHttp(settings.master_http) if settings.master_http else None
         self._regions = RegisteredRegions()
-        self._calls = Condition()
-        self._running = 0
-        self._closed = False
+        self._gate = CallGate(self.kind)
 
     @staticmethod
     def available() -> tuple[bool, str]:
@@ -92,7 +88,7 @@ class MooncakeStore:
 
     def register(self, address: int, length: int) -> None:
         """See `ObjectStore.register`."""
-        with self._call():
+        with self._gate.call():
             self._regions.add(address, length)
             raw = self._client.register_buffer(address, length)
             if raw != 0:
@@ -101,7 +97,7 @@ class MooncakeStore:
 
     def unregister(self, address: int) -> None:
         """See `ObjectStore.unregister`."""
-        with self._call():
+        with self._gate.call():
             self._regions.discard(address)
             raw = self._client.unregister_buffer(address)
             if raw != 0:
@@ -114,20 +110,20 @@ class MooncakeStore:
         check_batch(keys, buffers)
         if groups is not None and len(groups) != len(keys):
             raise ValueError(f"{len(keys)} keys but {len(groups)} groups")
-        with self._call():
+        with self._gate.call():
             return self._move(keys, buffers, groups, self._put)
 
     def get(self, keys: Sequence[str], buffers: ObjectBuffers) -> NDArray[np.int8]:
         """See `ObjectStore.get`. Blocks 60 s when the node that owns the bytes has just died."""
         check_batch(keys, buffers)
-        with self._call():
+        with self._gate.call():
             return self._move(keys, buffers, None, self._get)
 
     def confirm(self, keys: Sequence[str], sizes: NDArray[np.int64]) -> NDArray[np.int8]:
         """See `ObjectStore.confirm`."""
         if len(keys) != len(sizes):
             raise ValueError(f"{len(keys)} keys but {len(sizes)} sizes")
-        with self._call():
+        with self._gate.call():
             found = self._stored_sizes(keys)
         codes = np.where(found == sizes, StoreCode.OK, StoreCode.SIZE_MISMATCH).astype(np.int8)
         codes[found < 0] = StoreCode.UNCONFIRMED
@@ -138,7 +134,7 @@ class MooncakeStore:
         if not renew:
             return self.sizes(keys) >= 0
         found: list[int] = []
-        with self._call():
+        with self._gate.call():
             for chunk in self._chunks(keys):
                 found += self._client.batch_is_exist(chunk)
         answer = np.array(found, dtype=np.int64)
@@ -149,18 +145,18 @@ class MooncakeStore:
 
     def sizes(self, keys: Sequence[str]) -> NDArray[np.int64]:
         """See `ObjectStore.sizes`."""
-        with self._call():
+        with self._gate.call():
             return np.array(self._master_http().sizes(keys), dtype=np.int64)
 
     def keys(self, prefix: str) -> Iterator[str]:
         """See `ObjectStore.keys`."""
-        with self._call():
+        with self._gate.call():
             return self._master_http().keys(prefix)
 
     def remove(self, keys: Sequence[str]) -> int:
         """See `ObjectStore.remove`."""
         removed = 0
-        with self._call():
+        with self._gate.call():
             for chunk in self._chunks(keys):
                 raw = self._client.batch_remove(chunk, True)
                 removed += raw.count(0)
@@ -172,7 +168,7 @@ class MooncakeStore:
     def remove_prefix(self, prefix: str) -> int:
         """See `ObjectStore.remove_prefix`."""
         check_namespace_prefix(prefix)
-        with self._call():
+        with self._gate.call():
             removed = int(self._client.remove_by_regex(f"^{prefix}", True))
         if removed < 0:
             raise StoreError(f"Mooncake answered {removed} to the removal of {prefix}")
@@ -180,7 +176,7 @@ class MooncakeStore:
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """See `ObjectStore.put_bytes`. At most `local_buffer_bytes`."""
-        with self._call():
+        with self._gate.call():
             raw = self._client.put(key, data, self._config(None))
         code = _code(raw)
         if code is not StoreCode.OK:
@@ -190,7 +186,7 @@ class MooncakeStore:
 
     def get_bytes(self, key: str) -> bytes | None:
         """See `ObjectStore.get_bytes`."""
-        with self._call():
+        with self._gate.call():
             if _code(size := self._client.get_size(key)) is StoreCode.MISSING:
                 return None
             data = bytes(self._client.get(key))
@@ -204,33 +200,17 @@ class MooncakeStore:
         Waits for running calls, 5 s at most. A call that hangs on a dead node keeps its native client: it is
         then left to the end of the process, because closing it under the call would crash.
         """
-        with self._calls:
-            if self._closed:
-                return
-            self._closed = True
-            idle = self._calls.wait_for(lambda: self._running == 0, _CLOSE_SECONDS)
+        if not self._gate.close():
+            return
         if self._http is not None:
             self._http.close()
-        if not idle:
+        if not self._gate.wait_idle(_CLOSE_SECONDS):
             keep_open(self._client)
-            log.warning("%d calls hang in Mooncake; its client is left open", self._running)
+            log.warning("calls hang in Mooncake; its client is left open")
             return
         for address in self._regions.starts():
             self._client.unregister_buffer(address)
         close_native(self._client, _CLOSE_SECONDS)
-
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        with self._calls:
-            if self._closed:
-                raise StoreClosed("the Mooncake store is closed")
-            self._running += 1
-        try:
-            yield
-        finally:
-            with self._calls:
-                self._running -= 1
-                self._calls.notify_all()
 
     def _move(
         self, keys: Sequence[str], buffers: ObjectBuffers, groups: Sequence[str] | None, one_batch: _Batch

@@ -18,9 +18,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from threading import Lock
+from threading import Condition, Lock
 from typing import Final, Protocol, Self
 
 import numpy as np
@@ -253,6 +254,49 @@ class ObjectStore(Protocol):
 
     def close(self) -> None:
         """Release everything; again: no effect. Later calls raise `StoreClosed`."""
+
+
+class CallGate:
+    """Lets calls in until it is closed, and lets `close` wait for those inside.
+
+    A store is torn down only when no call uses it: under a running call memory would be written that nobody
+    owns any more, or the process would crash.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = Condition()
+        self._running = 0
+        self._closed = False
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count the body as a running call.
+
+        Raises:
+            StoreClosed: the gate is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise StoreClosed(f"the {self._name} store is closed")
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def close(self) -> bool:
+        """Let nobody in any more; return False when that was so already."""
+        with self._changed:
+            was_open, self._closed = not self._closed, True
+        return was_open
+
+    def wait_idle(self, seconds: float | None = None) -> bool:
+        """Wait until no call runs; return False when some still do after `seconds` (None: for ever)."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._running == 0, seconds)
 
 
 class RegisteredRegions:
