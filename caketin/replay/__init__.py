@@ -1,0 +1,1 @@
+"""Replays a load through the whole path: real hash chains, real lookups, real bytes, verified."""

@@ -1,0 +1,96 @@
+"""A pool of this rank, tied to its memory: which objects a page is, and where their bytes lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.host_pool import Buffers, HostPool
+from dataplane.object_store import ObjectBuffers
+from metadata import object_keys
+from metadata.errors import FieldError, InvalidInput
+from metadata.pools import RankPool
+
+T = TypeVar("T", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class BoundPool:
+    """A pool with its host memory.
+
+    Attributes:
+        pool: the pool as this rank registers it.
+        hosts: one host pool an owned shard, in the order of `pool.owned_shards`; none for a logical pool. All
+            have the same number of slots: a page slot names the same slot in each.
+    """
+
+    pool: RankPool
+    hosts: tuple[HostPool, ...]
+
+    def __post_init__(self) -> None:
+        expected = 0 if self.pool.spec.logical else len(self.pool.owned_shards)
+        slots = {host.slots for host in self.hosts}
+        if len(self.hosts) != expected or len(slots) > 1:
+            detail = (
+                f"has {len(self.hosts)} host pools of {sorted(slots)} slots, it needs one for each of its "
+                f"{expected} shards, all of one size"
+            )
+            raise InvalidInput(f"pool {self.name!r} is not bound", [FieldError("hosts", "mismatch", detail)])
+
+    @property
+    def name(self) -> str:
+        """The pool's name."""
+        return self.pool.spec.name
+
+    @property
+    def objects_per_page(self) -> int:
+        """Objects that this rank holds of one page."""
+        return len(self.pool.owned_shards) * len(self.pool.spec.parts)
+
+    @property
+    def object_sizes(self) -> NDArray[np.int64]:
+        """Bytes of each object of a page, int64 (objects_per_page,), in the order of the keys."""
+        sizes = [p.bytes for p in self.pool.spec.parts] * len(self.pool.owned_shards)
+        return np.array(sizes, dtype=np.int64)
+
+    def keys(self, namespace_id: str, page_hashes: Sequence[bytes]) -> list[str]:
+        """Return the keys of pages, page by page: shards ascending, within a shard parts in order."""
+        suffixes = object_keys.suffixes(self.pool.spec, self.pool.owned_shards)
+        return object_keys.flat_object_keys(namespace_id, page_hashes, suffixes)
+
+    def buffers(self, slots: NDArray[np.int64]) -> ObjectBuffers:
+        """Return where the objects of the pages in `slots` lie, in the order of `keys`.
+
+        Raises:
+            InvalidInput: a slot that the pool does not have.
+        """
+        tables = [_objects(host.buffers(slots)) for host in self.hosts]
+        fragments = max(a.shape[2] for a, _ in tables)
+        addresses = np.concatenate([_padded(a, fragments) for a, _ in tables], axis=1)
+        lengths = np.concatenate([_padded(n, fragments) for _, n in tables], axis=1)
+        return ObjectBuffers(addresses.reshape(-1, fragments), lengths.reshape(-1, fragments))
+
+
+def _objects(table: Buffers) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return addresses and lengths as (pages, parts, fragments), padded with zeros."""
+    parts = len(table.part_starts) - 1
+    counts = np.diff(np.array(table.part_starts))
+    widest = int(counts.max())
+    pages = table.addresses.shape[0]
+    if bool((counts == widest).all()):
+        shape = (pages, parts, widest)
+        return table.addresses.reshape(shape), np.ascontiguousarray(table.lengths).reshape(shape)
+    addresses = np.zeros((pages, parts, widest), np.uint64)
+    lengths = np.zeros((pages, parts, widest), np.int64)
+    for i, count in enumerate(counts.tolist()):
+        addresses[:, i, :count], lengths[:, i, :count] = table.of_part(i)
+    return addresses, lengths
+
+
+def _padded(table: NDArray[T], fragments: int) -> NDArray[T]:
+    missing = fragments - table.shape[2]
+    return np.pad(table, ((0, 0), (0, 0), (0, missing))) if missing else table
