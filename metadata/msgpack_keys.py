@@ -1,7 +1,8 @@
 """Finds a key that one map of a msgpack body holds twice.
 
 Decoders keep the last of two equal keys without a word, so that two readers of one body may act on different
-values. This walks the headers of a body and looks at nothing but keys.
+values. A body in msgpack's shortest form gives itself away by its length (`codec.decode_msgpack`); this walks
+the headers of any other and looks at nothing but keys.
 
 Pure: values in, values out.
 """
@@ -11,6 +12,10 @@ Pure: values in, values out.
 from __future__ import annotations
 
 from typing import Final, NamedTuple
+
+from metadata.errors import FieldError, InvalidInput
+
+MAX_VALUES: Final = 100_000
 
 # Opcodes 0xc0 to 0xdf of the msgpack specification. Bytes of the length that follows the opcode ...
 _STR: Final = {0xD9: 1, 0xDA: 2, 0xDB: 4}
@@ -40,7 +45,11 @@ def repeated_key(body: bytes) -> str | None:
 
     Args:
         body: exactly one well-formed msgpack value; what a decoder has taken already.
+
+    Raises:
+        InvalidInput: for more than `MAX_VALUES` values, which would take too long to walk.
     """
+    values = 0
     # One entry an open container: items still to come, and the keys seen if it is a map.
     open_containers: list[tuple[int, set[bytes] | None]] = [(1, None)]
     at = 0
@@ -50,6 +59,10 @@ def repeated_key(body: bytes) -> str | None:
             continue
         open_containers.append((left - 1, keys))
         value = _value_at(body, at)
+        values += 1
+        if values > MAX_VALUES:
+            detail = f"a body of more than {MAX_VALUES} values must be in msgpack's shortest form"
+            raise InvalidInput("the body cannot be read", [FieldError("", "too_many_values", detail)])
         if keys is not None and left % 2 == 0:
             key = body[value.start : value.stop]
             if key in keys:

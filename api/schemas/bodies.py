@@ -10,13 +10,12 @@ from pydantic import ValidationError
 
 from api.schemas.problems import MAX_ERRORS
 from api.schemas.wire import MSGPACK_CONTEXT, Body
-from metadata.codec import decode_json, decode_msgpack
+from metadata.codec import decode_json, decode_msgpack, shown
 from metadata.errors import FieldError, InvalidInput
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 _MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
-_MAX_NAME: Final = 64
 
 M = TypeVar("M", bound=Body)
 
@@ -140,11 +139,6 @@ def _path(loc: Iterable[int | str], body: object) -> str:
         known = isinstance(at, dict) and step in at
         if not known and i < len(steps) - 1:
             continue
-        path += f".{_printable(step)}"
+        path += f".{shown(step)}"
         at = at[step] if known else None
     return path.removeprefix(".")
-
-
-def _printable(name: str) -> str:
-    """Return a name of the caller's, short and fit for an answer."""
-    return name[:_MAX_NAME].encode("utf-8", "backslashreplace").decode()

@@ -110,6 +110,8 @@ def _generation(value: object, info: ValidationInfo) -> bytes:
 def _runs(value: object) -> list[tuple[int, int]]:
     if not isinstance(value, list):
         raise wrong("", "wrong_type", "must be a list of [first, last]")
+    if len(value) > MAX_PAGES:
+        raise wrong("", "too_many", f"has {len(value)} runs, one call takes {MAX_PAGES} pages")
     for i, run in enumerate(value):
         if not (isinstance(run, list | tuple) and len(run) == 2 and all(type(n) is int for n in run)):  # noqa: PLR2004
             raise wrong(f"[{i}]", "bad_run", "must be [first, last], two integers")
