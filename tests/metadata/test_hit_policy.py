@@ -1,3 +1,4 @@
+from dataclasses import FrozenInstanceError
 from itertools import pairwise
 
 import numpy as np
@@ -103,6 +104,14 @@ def test_the_presence_handed_in_is_only_read():
     restorable(given_presence, KV_SWA2, first_page=1, prefix_presence=presence(swa="x"))
     anchor_presence(given_presence, ["kv", "swa"])
     assert given_presence["kv"].tolist() == stored("x.xx").tolist()
+
+
+@pytest.mark.parametrize("part", ["answer", "stop"])
+def test_an_answer_that_several_ranks_share_cannot_be_changed(part):
+    answer = restorable(presence(kv="x."), KV)
+    shared = {"answer": answer, "stop": answer.stop}[part]
+    with pytest.raises(FrozenInstanceError):
+        setattr(shared, "runs" if part == "answer" else "page", ())
 
 
 def test_columns_of_a_page_by_pool_table_are_taken_without_a_copy():
@@ -471,6 +480,10 @@ def test_masks_that_are_not_flat_booleans_are_refused_by_name(mask):
     assert refused({"kv": stored("xxx"), "swa": mask}, KV_SWA1) == [("presence.swa", "bad_mask")]
     prefix = {"first_page": 3, "prefix_presence": {"swa": mask}}
     assert refused(presence(kv="x", swa="x"), KV_SWA1, **prefix) == [("prefix_presence.swa", "bad_mask")]
+
+
+def test_a_single_flag_is_no_mask():
+    assert refused({"kv": np.array(True)}, KV) == [("presence.kv", "bad_mask")]
 
 
 @pytest.mark.parametrize(
