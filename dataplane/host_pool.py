@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -91,12 +92,13 @@ class Buffers:
     def objects(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return addresses and lengths as one list an object, page by page, parts in order.
 
-        This is what a store takes that gathers an object from several buffers.
+        This is what a store takes that gathers an object from several buffers. The lists of lengths are
+        shared between pages: read them only.
         """
-        cuts = list(zip(self.part_starts[:-1], self.part_starts[1:], strict=True))
+        cuts = list(pairwise(self.part_starts))
         addresses = [row[a:b] for row in self.addresses.tolist() for a, b in cuts]
-        lengths = [row[a:b] for row in self.lengths.tolist() for a, b in cuts]
-        return addresses, lengths
+        a_page = [row[a:b] for row in self.lengths[:1].tolist() for a, b in cuts]
+        return addresses, a_page * len(self.lengths)
 
 
 @dataclass(frozen=True)
