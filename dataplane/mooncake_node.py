@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn, Self
 
-from dataplane.mooncake_master import MasterHttp, split_address
+from dataplane.mooncake_master import MasterHttp, check_listening, split_address
 from dataplane.mooncake_native import MooncakeSettings, connect, load_native
 from dataplane.object_store import StoreUnavailable
 
@@ -171,7 +171,8 @@ class MooncakeCluster:
     def stop(self) -> None:
         """End nodes, then master; twice is fine."""
         for node in self._nodes:
-            node.process.terminate() if node.process.poll() is None else None
+            if node.process.poll() is None:
+                node.process.terminate()
         for node in self._nodes:
             node.stop(5.0)
         self._nodes.clear()
@@ -186,7 +187,8 @@ class MooncakeCluster:
             rpc, http = _free_ports(2)
             flags = [f"--rpc_address={_LOOPBACK}", f"--rpc_port={rpc}"]
             flags += [f"--metrics_host={_LOOPBACK}", f"--metrics_port={http}"]
-            flags += [f"--default_kv_lease_ttl={round(self._lease_seconds * 1000)}"]
+            # Without the log level the master writes a line for every put of a key that exists.
+            flags += [f"--default_kv_lease_ttl={round(self._lease_seconds * 1000)}", "--minloglevel=1"]
             self.master, self.master_http = f"{_LOOPBACK}:{rpc}", f"{_LOOPBACK}:{http}"
             self._master = self._spawn(f"mooncake-master-{attempt}", ["master", *flags])
             try:
@@ -208,7 +210,7 @@ class MooncakeCluster:
         log_file = self.log_folder / f"{name}.log"
         command = [sys.executable, "-m", "dataplane.mooncake_node", arguments[0]]
         command += ["--parent", str(os.getpid()), *arguments[1:]]
-        environment = {**os.environ, "GLOG_minloglevel": "1"}
+        environment = dict(os.environ)
         # The package is imported by its name, wherever this process found it.
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         with log_file.open("wb") as out:
@@ -281,6 +283,7 @@ def _lend_memory(chosen: argparse.Namespace) -> int:
         protocol=chosen.protocol,
         devices=chosen.devices,
     )
+    check_listening(settings.master, settings.connect_seconds)
     before = _base_addresses(chosen.master_http) if chosen.prefault else set()
     client = connect(load_native(), settings, segment_bytes=chosen.segment_bytes)
     if chosen.prefault:
