@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from dataplane.bound_pool import BoundPool
 from dataplane.messages import control
-from dataplane.object_store import ObjectStore, StoreCode, describe_failures
+from dataplane.object_store import ObjectBuffers, ObjectStore, StoreCode, describe_failures
+from dataplane.stage_batch import PoolPages, StageBatch
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError, FieldError, InvalidInput
 from metadata.hit_policy import Restorable, restorable
-from metadata.object_keys import group_id
 from metadata.page_runs import page_runs
 from metadata.pools import AllPages, HitPolicy, PoolSpec, TrailingPages, write_stages
 
@@ -112,15 +112,48 @@ class Prefetched:
 
 @dataclass
 class _Reading:
-    """The state of one prefetch."""
+    """The state of one prefetch, over the promised pages.
+
+    Attributes:
+        hashes: hashes of the call's pages.
+        slots: where to put them.
+        good: pages that are read or not yet known to be lost.
+        read: pages that are in their slots.
+        failed: pages that could not be read.
+        reasons: why, where the object is to blame.
+    """
 
     hashes: PageHashes
     slots: Slots
     good: dict[str, BoolArray]
-    """Pages that are read or, for a trailing pool, not yet known to be lost."""
     read: dict[str, BoolArray]
+    failed: dict[str, BoolArray]
     reasons: dict[str, dict[int, LossReason]]
-    failed: dict[str, BoolArray] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, hashes: PageHashes, slots: Slots, pages: int) -> _Reading:
+        """Return the state before the first read."""
+        none = {name: np.zeros(pages, np.bool_) for name in slots}
+        return cls(
+            hashes,
+            slots,
+            good={name: ~mask for name, mask in none.items()},
+            read=none,
+            failed={name: mask.copy() for name, mask in none.items()},
+            reasons={name: {} for name in slots},
+        )
+
+    def unread(self, name: str, pages: range) -> NDArray[np.int64]:
+        """Return those of `pages` that are neither read nor lost."""
+        found = np.flatnonzero(self.good[name] & ~self.read[name])
+        return found[(found >= pages.start) & (found < pages.stop)].astype(np.int64)
+
+    def lose(self, name: str, page: int, reason: LossReason | None) -> None:
+        """Note that a page could not be read; without a reason the fault is ours and the claim stands."""
+        self.good[name][page] = False
+        self.failed[name][page] = True
+        if reason is not None:
+            self.reasons[name][page] = reason
 
 
 class PageMover:
@@ -192,14 +225,7 @@ class PageMover:
         """
         self._check_slots(page_hashes, slots)
         asked = promise.hit_pages
-        reading = _Reading(
-            hashes=page_hashes,
-            slots=slots,
-            good={name: np.ones(asked, np.bool_) for name in slots},
-            read={name: np.zeros(asked, np.bool_) for name in slots},
-            reasons={name: {} for name in slots},
-            failed={name: np.zeros(asked, np.bool_) for name in slots},
-        )
+        reading = _Reading.of(page_hashes, slots, asked)
         self._renew_leases(reading, asked)
         pages = self._read_prefix(reading, promise, asked, progress)
         lost = {name: mask for name, mask in reading.failed.items() if mask.any()}
@@ -222,63 +248,68 @@ class PageMover:
         stored: dict[str, BoolArray],
         progress: Progress | None,
     ) -> None:
-        alive = np.ones(chunk.stop - chunk.start, np.bool_)
-        for stage in self._stages:
-            confirmed = alive.copy()
-            for name in stage:
-                given = slots.get(name)
-                here = given[chunk] if given is not None else np.full(len(alive), NO_SLOT)
-                wanted = alive & (here != NO_SLOT)
-                done = self._put(name, page_hashes[chunk], here, wanted)
-                if given is not None:
-                    stored[name][chunk] = done
-                    if progress is not None:
-                        progress(name, int(done.sum()))
-                if stage is not self._stages[-1]:
-                    # A page without a slot here may have been stored by an earlier call: the store knows.
-                    confirmed &= done | self._confirm(name, page_hashes[chunk], alive & (here == NO_SLOT))
-            alive = confirmed
+        hashes = page_hashes[chunk]
+        alive = np.ones(len(hashes), np.bool_)
+        for number, stage in enumerate(self._stages):
+            here = {n: slots[n][chunk] for n in stage if n in slots}
+            wanted = {n: np.flatnonzero(alive & (at != NO_SLOT)) for n, at in here.items()}
+            done = self._put([PoolPages(self._pools[n], p, here[n][p]) for n, p in wanted.items()], hashes)
+            for name, pages in done.items():
+                stored[name][chunk.start + pages] = True
+                if progress is not None:
+                    progress(name, len(pages))
+            if number + 1 < len(self._stages):
+                alive &= self._confirmed(stage, hashes, here, done, alive)
 
-    def _put(
-        self, name: str, page_hashes: PageHashes, slots: NDArray[np.int64], wanted: BoolArray
-    ) -> BoolArray:
-        """Put the wanted pages of a pool; return those whose every object is confirmed (O3)."""
-        done = np.zeros(len(wanted), np.bool_)
-        at = np.flatnonzero(wanted)
-        if not at.size:
-            return done
-        pool = self._pools[name]
-        hashes = [page_hashes[i] for i in at.tolist()]
-        keys = pool.keys(self._namespace_id, hashes)
-        buffers = pool.buffers(slots[at])
-        groups = [g for h in hashes for g in [group_id(self._namespace_id, h)] * pool.objects_per_page]
-        codes = self._store.put(keys, buffers, groups)
-        codes = np.where(codes == StoreCode.OK, self._store.confirm(keys, buffers.sizes), codes)
+    def _put(self, members: Sequence[PoolPages], page_hashes: PageHashes) -> dict[str, NDArray[np.int64]]:
+        """Put pages; return for each pool those whose every object is confirmed (O3)."""
+        batch = StageBatch(self._namespace_id, page_hashes, tuple(m for m in members if m.pages.size))
+        if not batch.members:
+            return {}
+        codes = self._put_confirmed(batch.keys, batch.buffers, batch.groups)
         wrong = np.flatnonzero(codes == StoreCode.SIZE_MISMATCH)
         if wrong.size:
             # Somebody's object of another size sits under our key: it is worth nothing to anybody.
-            log.warning("removing objects of a wrong size: %s", describe_failures(keys, codes))
-            bad = [keys[i] for i in wrong]
+            log.warning("removing objects of a wrong size: %s", describe_failures(batch.keys, codes))
+            bad = [batch.keys[i] for i in wrong]
             self._store.remove(bad)
-            again = self._store.put(bad, buffers[wrong], [groups[i] for i in wrong])
-            codes[wrong] = np.where(
-                again == StoreCode.OK, self._store.confirm(bad, buffers.sizes[wrong]), again
-            )
+            codes[wrong] = self._put_confirmed(bad, batch.buffers[wrong], [batch.groups[i] for i in wrong])
         if codes.any():
-            log.warning("pool %s was not stored completely: %s", name, describe_failures(keys, codes))
-        done[at] = _whole_pages(codes, pool.objects_per_page)
-        return done
+            log.warning("not everything was stored: %s", describe_failures(batch.keys, codes))
+        return batch.whole(codes)
 
-    def _confirm(self, name: str, page_hashes: PageHashes, wanted: BoolArray) -> BoolArray:
-        """Return which of the wanted pages the store holds completely already."""
-        found = np.zeros(len(wanted), np.bool_)
-        at = np.flatnonzero(wanted)
-        if at.size:
-            pool = self._pools[name]
-            keys = pool.keys(self._namespace_id, [page_hashes[i] for i in at.tolist()])
-            codes = self._store.confirm(keys, np.tile(pool.object_sizes, at.size))
-            found[at] = _whole_pages(codes, pool.objects_per_page)
-        return found
+    def _put_confirmed(
+        self, keys: Sequence[str], buffers: ObjectBuffers, groups: Sequence[str]
+    ) -> NDArray[np.int8]:
+        codes = self._store.put(keys, buffers, groups)
+        return np.where(codes == StoreCode.OK, self._store.confirm(keys, buffers.sizes), codes)
+
+    def _confirmed(
+        self,
+        stage: Sequence[str],
+        page_hashes: PageHashes,
+        slots: Slots,
+        done: Mapping[str, NDArray[np.int64]],
+        alive: BoolArray,
+    ) -> BoolArray:
+        """Return the pages that have every pool of the stage: put just now, or stored by an earlier call."""
+        complete = alive.copy()
+        unseen: list[PoolPages] = []
+        for name in stage:
+            here = np.zeros(len(alive), np.bool_)
+            here[done.get(name, np.empty(0, np.int64))] = True
+            without_slot = slots[name] == NO_SLOT if name in slots else np.ones(len(alive), np.bool_)
+            asked = np.flatnonzero(alive & without_slot)
+            if asked.size:
+                unseen.append(PoolPages(self._pools[name], asked))
+                here |= without_slot
+            complete &= here
+        if unseen:
+            batch = StageBatch(self._namespace_id, page_hashes, tuple(unseen))
+            found = batch.whole(self._store.confirm(batch.keys, batch.sizes))
+            for member in unseen:
+                complete[np.setdiff1d(member.pages, found[member.pool.name])] = False
+        return complete
 
     def _commit(
         self, page_hashes: PageHashes, chunk: slice, stored: Mapping[str, BoolArray]
@@ -301,47 +332,53 @@ class PageMover:
             return
         pool = self._pools[name]
         keys = pool.keys(self._namespace_id, reading.hashes[:pages])[:: pool.objects_per_page]
-        for page in np.flatnonzero(~self._store.exists(keys)):
-            _mark_lost(reading, name, int(page), "gone")
+        for page in np.flatnonzero(~self._store.exists(keys)).tolist():
+            reading.lose(name, page, "gone")
 
     def _read_prefix(
         self, reading: _Reading, promise: control.LookupResult, asked: int, progress: Progress | None
     ) -> int:
         """Read stage by stage; return the restored length."""
         limit = self._allowed(reading, promise, asked)
-        for name in (n for stage in self._stages for n in stage):
-            if name in reading.slots and isinstance(self._policies[name], AllPages):
-                self._read(reading, name, range(limit), progress)
-                limit = self._allowed(reading, promise, limit)
+        for stage in self._stages:
+            whole = [n for n in stage if n in reading.slots and isinstance(self._policies[n], AllPages)]
+            self._read(reading, dict.fromkeys(whole, range(limit)), progress)
+            limit = self._allowed(reading, promise, limit)
         # A window that cannot be read leaves shorter lengths, whose windows are other pages (O5).
         while limit:
-            for name in self._trailing(reading):
-                window = self._window(name)
-                self._read(reading, name, range(max(0, limit - window), limit), progress)
+            self._read(reading, self._windows(reading, limit), progress)
             left = self._allowed(reading, promise, limit)
             if left == limit:
                 break
             limit = left
         return limit
 
-    def _read(self, reading: _Reading, name: str, pages: range, progress: Progress | None) -> None:
-        """Read those of `pages` that are neither read nor lost."""
-        open_pages = reading.good[name] & ~reading.read[name]
-        at = np.array([i for i in pages if open_pages[i]], np.int64)
-        pool = self._pools[name]
-        for start in range(0, at.size, CHUNK_PAGES):
-            some = at[start : start + CHUNK_PAGES]
-            keys = pool.keys(self._namespace_id, [reading.hashes[i] for i in some.tolist()])
-            codes = self._store.get(keys, pool.buffers(reading.slots[name][some]))
-            whole = _whole_pages(codes, pool.objects_per_page)
-            reading.read[name][some[whole]] = True
-            for row in np.flatnonzero(~whole):
-                worst = codes[row * pool.objects_per_page : (row + 1) * pool.objects_per_page].max()
-                _mark_lost(reading, name, int(some[row]), _REASONS.get(StoreCode(int(worst))))
-            if not whole.all():
-                log.info("pool %s was not read completely: %s", name, describe_failures(keys, codes))
-            if progress is not None:
-                progress(name, int(whole.sum()))
+    def _windows(self, reading: _Reading, length: int) -> dict[str, range]:
+        """Return the window of every trailing pool at a length."""
+        return {
+            name: range(max(0, length - policy.window_pages), length)
+            for name, policy in self._policies.items()
+            if name in reading.slots and isinstance(policy, TrailingPages)
+        }
+
+    def _read(self, reading: _Reading, wanted: Mapping[str, range], progress: Progress | None) -> None:
+        """Read those of the wanted pages that are neither read nor lost."""
+        at = {name: reading.unread(name, pages) for name, pages in wanted.items()}
+        longest = max((pages.size for pages in at.values()), default=0)
+        for start in range(0, longest, CHUNK_PAGES):
+            some = {name: pages[start : start + CHUNK_PAGES] for name, pages in at.items()}
+            members = [PoolPages(self._pools[n], p, reading.slots[n][p]) for n, p in some.items() if p.size]
+            batch = StageBatch(self._namespace_id, reading.hashes, tuple(members))
+            codes = self._store.get(batch.keys, batch.buffers)
+            if codes.any():
+                log.info("not everything was read: %s", describe_failures(batch.keys, codes))
+            for name, worst in batch.by_page(codes).items():
+                good = worst == StoreCode.OK
+                reading.read[name][some[name][good]] = True
+                for page, code in zip(some[name][~good].tolist(), worst[~good].tolist(), strict=True):
+                    reading.lose(name, page, _REASONS.get(StoreCode(code)))
+                if progress is not None:
+                    progress(name, int(good.sum()))
 
     def _allowed(self, reading: _Reading, promise: control.LookupResult, at_most: int) -> int:
         """Return the largest length that the lookup promised and the pages read so far allow (H5)."""
@@ -370,13 +407,6 @@ class PageMover:
                 except CaketinError as error:
                     log.warning("lost pages could not be reported: %s", error)
 
-    def _trailing(self, reading: _Reading) -> list[str]:
-        return [n for n, p in self._policies.items() if n in reading.slots and isinstance(p, TrailingPages)]
-
-    def _window(self, name: str) -> int:
-        policy = self._policies[name]
-        return policy.window_pages if isinstance(policy, TrailingPages) else 0
-
     def _page_bytes(self, name: str) -> int:
         return int(self._pools[name].object_sizes.sum())
 
@@ -392,18 +422,6 @@ class PageMover:
                 errors.append(FieldError(f"slots.{name}", "bad_shape", detail))
         if errors:
             raise InvalidInput("the slots do not fit the call", errors)
-
-
-def _mark_lost(reading: _Reading, name: str, page: int, reason: LossReason | None) -> None:
-    reading.good[name][page] = False
-    reading.failed[name][page] = True
-    if reason is not None:
-        reading.reasons[name][page] = reason
-
-
-def _whole_pages(codes: NDArray[np.int8], objects_per_page: int) -> BoolArray:
-    whole: BoolArray = (codes.reshape(-1, objects_per_page) == StoreCode.OK).all(axis=1)
-    return whole
 
 
 def _chunks(pages: int) -> Iterator[slice]:
