@@ -724,6 +724,12 @@ def test_an_answer_may_have_fields_that_the_client_does_not_know():
     assert decode(b'{"cleared": 1, "stale": 0, "new": {}}', "json", control.MissingResult).cleared == 1
 
 
+def test_an_answer_that_is_nested_too_deep_is_refused():
+    with pytest.raises(InvalidInput) as error:
+        decode(b'{"cleared": 1, "stale": 0, "new": ' + b"[" * 100_000, "json", control.MissingResult)
+    assert [e.code for e in error.value.errors] == ["too_deep"]
+
+
 def test_a_value_that_no_call_carries_has_no_form():
     message = control.HeartbeatRequest(incarnation=object(), epoch=1)
     for form in ("json", "msgpack"):
