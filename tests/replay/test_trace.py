@@ -1,6 +1,5 @@
 """The published production trace through the whole path, on every store, against an exact answer."""
 
-import os
 import random
 from collections.abc import Iterator
 from contextlib import closing
@@ -31,17 +30,9 @@ PAGE_TOKENS = 64
 """Tokens of a page here: the exact answer does not depend on it, the time of a run does."""
 
 
-def trace_file() -> Path:
-    named = os.environ.get("CAKETIN_TRACE")
-    home = Path(__file__).resolve().parents[2].parent
-    return Path(named) if named else home / "shared" / "traces" / "conversation_trace.jsonl"
-
-
 @pytest.fixture(scope="module")
-def load() -> Load:
-    if not trace_file().exists():
-        pytest.skip("the trace is not there: set CAKETIN_TRACE to Mooncake's conversation_trace.jsonl")
-    return read_trace(trace_file())
+def load(conversation_trace: Path) -> Load:
+    return read_trace(conversation_trace)
 
 
 @pytest.fixture(params=["file", "mooncake"])
