@@ -43,6 +43,12 @@ def test_everything_stored_restores_every_length():
     assert answer.hit_pages == 4
 
 
+def test_a_long_call_restores_all_of_its_pages():
+    assert restorable(presence(kv="x" * 1_000), KV) == Restorable(
+        1_000, ((1, 1_000),), {"kv": 1_000}, 0, None
+    )
+
+
 def test_nothing_stored_restores_nothing():
     answer = restorable(presence(kv="...", swa="..."), KV_SWA2)
     assert answer == Restorable(3, (), {"kv": 0, "swa": 0}, 0, Stop(0, "kv", "absent"))
@@ -191,6 +197,11 @@ def test_no_more_unchecked_pages_than_the_sequence_has_before_the_call():
 def test_a_window_within_the_call_leaves_nothing_unchecked():
     answer = restorable(presence(swa="xxxx"), {"swa": TrailingPages(3)}, first_page=9)
     assert answer.unchecked_window_pages == 0
+
+
+def test_a_call_that_starts_the_sequence_leaves_nothing_unchecked():
+    answer = restorable(presence(swa="xx"), {"swa": TrailingPages(8)})
+    assert (answer.runs, answer.unchecked_window_pages) == (((1, 2),), 0)
 
 
 def test_the_pool_with_most_unchecked_pages_is_told():
@@ -355,6 +366,14 @@ def test_a_prefetch_cut_short_restores_the_largest_restorable_length_it_reached(
     assert reached == {-1: 0, 0: 0, 1: 0, 4: 0, 5: 5, 6: 5, 8: 5, 9: 9, 10: 10, 99: 10}
 
 
+def test_clamping_finds_its_run_among_many():
+    answer = restorable(
+        presence(kv="x" * 12, mamba="x.x.x.x.x.xx"), {"kv": AllPages(), "mamba": TrailingPages(1)}
+    )
+    assert [answer.largest_at_most(k) for k in range(13)] == [0, 1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 12]
+    assert [n for n in range(14) if answer.allows(n)] == [1, 3, 5, 7, 9, 11, 12]
+
+
 def test_a_length_is_allowed_exactly_when_it_lies_in_a_run():
     answer = restorable(presence(kv="x" * 10, swa="...xx..xxx"), KV_SWA2)
     assert [n for n in range(-2, 14) if answer.allows(n)] == [5, 9, 10]
@@ -419,6 +438,9 @@ def test_a_hole_that_every_later_window_of_the_call_covers_is_a_dead_end():
     assert dead_end(presence(swa="xx.x"), swa_6, queried_pages=8) == 2
     assert dead_end(presence(swa="xx.x"), swa_6, queried_pages=9) is None
     assert dead_end(presence(swa="x..x"), swa_6, queried_pages=8) == 2
+    assert dead_end(presence(swa=".xxx"), swa_6, queried_pages=6) == 0
+    assert dead_end(presence(swa=".xxx"), swa_6, queried_pages=4) == 0
+    assert dead_end(presence(swa=".xxx"), swa_6, queried_pages=7) is None
 
 
 def test_the_first_dead_end_of_all_pools_is_told():
