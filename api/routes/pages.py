@@ -30,7 +30,7 @@ async def lookup(
         page_hashes=body.page_hashes,
         token_ids=None if body.token_ids is None else body.token_ids.values,
         cache_salt=body.cache_salt.get_secret_value() if body.cache_salt else None,
-        extra_key=body.extra_key.get_secret_value() if body.extra_key else None,
+        extra_key=None if body.extra_key is None else body.extra_key.get_secret_value(),
         first_page=body.first_page,
         prefix_hashes=body.prefix_hashes,
         engine_id=body.engine_id,
