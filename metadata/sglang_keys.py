@@ -238,7 +238,7 @@ def _rank(layout: SglangLayout, pool: SglangPool, shard: int) -> str:
 def _shard_of(layout: SglangLayout, pool: SglangPool, rank: str) -> int | None:
     """Return the shard that `_rank` writes as `rank`, or None if there is none."""
     numbers = [int(number) for number in rank.split("_") if number] + [0, 0]
-    shard = numbers[1] * layout.tp_size + numbers[0] if _is_sharded(layout, pool) else numbers[0]
+    shard = numbers[1] * layout.tp_size + numbers[0]
     exists = shard < layout.shard_count(pool.name) and _rank(layout, pool, shard) == rank
     return shard if exists else None
 
@@ -268,12 +268,8 @@ def _layout_errors(layout: SglangLayout) -> list[FieldError]:
         detail = f"tp_size * pp_size is {layout.tp_size * layout.pp_size}, must be at most {MAX_SHARDS}"
         errors.append(FieldError("pp_size", "out_of_range", detail))
     errors += _attention_error("attention", layout.attention)
-    seen: set[str] = set()
     for i, pool in enumerate(layout.pools):
         errors += [e.under(f"pools[{i}]") for e in _pool_errors(pool)]
-        if pool.name in seen:
-            errors.append(FieldError(f"pools[{i}].name", "duplicate", f"{pool.name!r} is listed twice"))
-        seen.add(pool.name)
     return errors
 
 
