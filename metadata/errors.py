@@ -6,6 +6,23 @@ One place for them, so that the floors above translate a code instead of catchin
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+RedisReason = Literal[
+    "unreachable",
+    "timeout",
+    "loading",
+    "read_only",
+    "out_of_memory",
+    "wrong_password",
+    "no_permission",
+    "cluster_down",
+    "no_primary",
+    "evicting",
+    "unknown_schema",
+    "refused",
+]
+"""Why Redis cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +99,12 @@ class UnknownPool(CaketinError):
     code = "unknown_pool"
 
 
+class UnknownJob(CaketinError):
+    """No such job was started, or it ended more than a day ago."""
+
+    code = "unknown_job"
+
+
 class AmbiguousVariant(CaketinError):
     """Several variants of one pool name exist and the call does not say which."""
 
@@ -100,7 +123,15 @@ class PoolChanged(CaketinError):
     code = "pool_changed"
 
 
+@dataclass
 class RedisUnavailable(CaketinError):
-    """Redis did not answer in time, refused, or is not fit for use."""
+    """Redis did not answer in time, refused, or is not fit for use.
+
+    Attributes:
+        reason: which of these it was, for logs, metrics and `/readyz`.
+        retry_after_seconds: when to come again; the circuit's next probe where it is open.
+    """
 
     code = "redis_unavailable"
+    reason: RedisReason = "refused"
+    retry_after_seconds: float = 1.0
