@@ -1,3 +1,4 @@
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -62,6 +63,7 @@ def test_a_mask_comes_back_from_its_runs(flags):
 
 def test_all_means_every_page_of_the_call():
     assert runs_to_mask("all", 3).tolist() == [True, True, True]
+    assert runs_to_mask(json.loads('"all"'), 2).tolist() == [True, True]
     assert runs_to_mask("all", 0).size == 0
     assert runs_to_mask("all", 3).dtype == np.bool_
 
