@@ -77,7 +77,7 @@ class MooncakeCluster:
     Attributes:
         master: `host:port` of the master's RPC, once started.
         master_http: `host:port` of its metrics port, once started.
-        log_folder: where the children's output is.
+        log_folder: where the children's output is, once started.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class MooncakeCluster:
         self._lease_seconds = lease_seconds
         self._ready_seconds = ready_seconds
         self._own_folder = log_folder is None
-        self.log_folder = log_folder or Path(tempfile.mkdtemp(prefix="caketin-mooncake-"))
+        self.log_folder = log_folder or Path()
         self._master: _Child | None = None
         self._nodes: list[_Child] = []
 
@@ -141,6 +141,8 @@ class MooncakeCluster:
             raise RuntimeError(
                 "start a MooncakeCluster in the main thread: its children die with their thread"
             )
+        if self._own_folder:
+            self.log_folder = Path(tempfile.mkdtemp(prefix="caketin-mooncake-"))
         self.log_folder.mkdir(parents=True, exist_ok=True)
         try:
             self._start_master()
@@ -179,7 +181,7 @@ class MooncakeCluster:
         if self._master is not None:
             self._master.stop(5.0)
             self._master = None
-        if self._own_folder:
+        if self._own_folder and self.master:
             shutil.rmtree(self.log_folder, ignore_errors=True)
 
     def _start_master(self) -> None:

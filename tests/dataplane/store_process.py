@@ -7,7 +7,6 @@ prints its result as JSON.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,17 +45,6 @@ def put_uniform(store: ObjectStore, keys: list[str], value: int, size: int, step
     return codes
 
 
-def put_with_file_size_limit(
-    store: ObjectStore, keys: list[str], value: int, size: int, limit: int
-) -> list[int]:
-    """Put while no file may grow beyond `limit` bytes: writes stop in the middle, as on a full disk."""
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    codes = put_uniform(store, keys, value, size)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    return codes
-
-
 def put_for_ever(store: ObjectStore, namespace_id: str, value: int, size: int) -> list[int]:
     """Put page after page until killed."""
     page = 0
@@ -83,7 +71,7 @@ def main() -> None:
     store = open_store(description)
     print("ready", flush=True)
     sys.stdin.readline()
-    verbs = {f.__name__: f for f in (put_uniform, put_with_file_size_limit, put_for_ever)}
+    verbs = {f.__name__: f for f in (put_uniform, put_for_ever)}
     result = verbs[verb](store, **arguments)
     store.close()
     print(json.dumps(result), flush=True)

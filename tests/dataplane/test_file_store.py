@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +87,28 @@ def test_a_part_that_comes_later_joins_the_file_and_leaves_the_others_alone(
     assert not store.get(keys, room).any()
     assert arena.bytes_of(room) == data
     assert store.used_bytes() == on_disk(files_of(store.root)[0].stat().st_size)
+
+
+def test_parts_that_join_a_file_at_once_are_all_kept(file_under_test: StoreUnderTest) -> None:
+    store, arena = file_under_test.store, file_under_test.arena
+    size, parts = 100_000, [f"p{i}" for i in range(8)]
+    held = arena.holding([part.encode() * (size // 2) for part in parts])
+    together = threading.Barrier(len(parts))
+
+    def add(i: int) -> list[int]:
+        together.wait()
+        return [
+            int(store.put([file_under_test.key(page, parts[i])], held[i : i + 1])[0]) for page in range(5)
+        ]
+
+    store.put([file_under_test.key(page, "first") for page in range(5)], arena.holding([b"1"] * 5))
+    with ThreadPoolExecutor(len(parts)) as threads:
+        assert list(threads.map(add, range(len(parts)))) == [[OK] * 5] * len(parts)
+    for page in range(5):
+        room = arena.room([size] * len(parts))
+        assert not store.get([file_under_test.key(page, part) for part in parts], room).any()
+        assert arena.bytes_of(room) == arena.bytes_of(held)
+    assert store.used_bytes() == sum(on_disk(p.stat().st_size) for p in files_of(store.root))
 
 
 def test_a_put_of_another_size_is_told_at_once(file_under_test: StoreUnderTest) -> None:
@@ -421,6 +446,21 @@ def test_processes_that_share_a_folder_share_its_bound(tmp_path: Path) -> None:
     store.close()
 
 
+def test_processes_that_write_at_once_keep_the_count_exact(file_under_test: StoreUnderTest) -> None:
+    writers = [
+        file_under_test.in_process(
+            "put_uniform",
+            keys=[file_under_test.key(1000 * w + i) for i in range(300)],
+            value=w,
+            size=10,
+            step=1,
+        )
+        for w in range(3)
+    ]
+    assert finish(writers) == [[OK] * 300] * 3
+    assert file_under_test.store.used_bytes() == 900 * BLOCK
+
+
 def test_a_failing_listener_does_not_fail_the_put(tmp_path: Path, namespace_id: str) -> None:
     def listener(_evicted: object) -> None:
         raise RuntimeError("the index is away")
@@ -467,18 +507,24 @@ def test_what_is_removed_no_longer_counts(file_under_test: StoreUnderTest) -> No
 
 
 def test_a_full_disk_is_no_space_and_leaves_nothing_half_written(file_under_test: StoreUnderTest) -> None:
-    store, root = file_under_test.store, file_under_test.store.root
-    keys = [file_under_test.key(i) for i in range(2)]
-    grown = [keys[0], keys[0][:-1] + "v"]
-    put_pages(file_under_test, range(1))
-    writer = file_under_test.in_process(
-        "put_with_file_size_limit", keys=[keys[1], grown[0][:-1] + "s"], value=1, size=60_000, limit=20_000
-    )
-    assert finish([writer]) == [codes(StoreCode.NO_SPACE, StoreCode.NO_SPACE)]
-    assert len(files_of(root)) == 1
+    store, root, arena = file_under_test.store, file_under_test.store.root, file_under_test.arena
+    kept = put_pages(file_under_test, range(1))
+    held = arena.holding([b"a" * (6 << 20), b"b" * (6 << 20), b"c" * 10])
+    keys = [file_under_test.key(1), file_under_test.key(0, "s"), file_under_test.key(2)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Writes stop in the middle of a file, as they do on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, hard))
+    try:
+        full = StoreCode.NO_SPACE
+        assert store.put(keys, held).tolist() == codes(full, full, OK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert drafts_of(root) == []
-    assert store.used_bytes() == 2 * BLOCK
-    assert not store.get(grown, file_under_test.arena.room([3000] * 2)).any()
+    assert store.exists([*keys, *kept]).tolist() == [False, False, True, True, True]
+    assert len(files_of(root)) == 2
+    assert store.used_bytes() == 3 * BLOCK
+    assert not store.get(kept, arena.room([3000] * 2)).any()
+    assert not store.put(keys, held).any()
 
 
 # The format of a file

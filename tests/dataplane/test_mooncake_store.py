@@ -268,19 +268,20 @@ def test_close_does_not_wait_for_ever_for_a_call_that_hangs(
 
 
 def test_a_cluster_starts_serves_and_leaves_nothing(tmp_path: Path) -> None:
-    cluster = MooncakeCluster(32 << 20, nodes=2, prefault=True, log_folder=tmp_path / "logs")
+    segment_bytes = 128 << 20  # more than a node takes for itself
+    cluster = MooncakeCluster(segment_bytes, nodes=2, prefault=True, log_folder=tmp_path / "logs")
     before = set(_children(os.getpid()))
     with cluster:
         started = set(_children(os.getpid())) - before
         assert len(started) == 3
         segments = MasterHttp(cluster.master_http).segments()
-        assert [s["size_bytes"] for s in segments] == [32 << 20] * 2
+        assert [s["size_bytes"] for s in segments] == [segment_bytes] * 2
         nodes = [pid for pid in started if b"mooncake_node" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         assert len(nodes) == 2
         for pid in nodes:
             smaps = Path(f"/proc/{pid}/smaps_rollup").read_text()
             (rss,) = [line.split()[1] for line in smaps.splitlines() if line.startswith("Rss:")]
-            assert int(rss) * 1024 > 32 << 20  # prefaulted
+            assert int(rss) * 1024 > segment_bytes  # prefaulted
     assert not any(_alive(pid) for pid in started)
     cluster.stop()
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == [
@@ -290,15 +291,17 @@ def test_a_cluster_starts_serves_and_leaves_nothing(tmp_path: Path) -> None:
     ]
 
 
-def test_children_die_with_a_killed_parent() -> None:
+def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     code = (
-        "import time\n"
+        "import pathlib, sys, time\n"
         "from dataplane.mooncake_node import MooncakeCluster\n"
-        "with MooncakeCluster(16 << 20) as cluster:\n"
+        "with MooncakeCluster(16 << 20, log_folder=pathlib.Path(sys.argv[1])) as cluster:\n"
         "    print('up', cluster.master_http, flush=True)\n"
         "    time.sleep(60)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], cwd=REPO, stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     assert parent.stdout.readline().startswith("up ")
     children = _children(parent.pid)

@@ -167,16 +167,18 @@ def test_processes_that_put_the_same_keys_leave_one_complete_version(under_test:
 
 def test_processes_that_put_different_parts_of_the_same_pages_lose_none(under_test: StoreUnderTest) -> None:
     store, arena = under_test.store, under_test.arena
-    by_part = {part: [under_test.key(i, part) for i in range(30)] for part in ("k", "v", "s")}
+    # Large parts, one a call: the writers of a page meet while it is being written.
+    size, pages = 400_000, 15
+    by_part = {part: [under_test.key(i, part) for i in range(pages)] for part in ("k", "v", "s")}
     writers = [
-        under_test.in_process("put_uniform", keys=keys, value=ord(part), size=2000)
+        under_test.in_process("put_uniform", keys=keys, value=ord(part), size=size, step=1)
         for part, keys in by_part.items()
     ]
-    assert finish(writers) == [[OK] * 30] * 3
+    assert finish(writers) == [[OK] * pages] * 3
     for part, keys in by_part.items():
-        room = arena.room([2000] * 30)
+        room = arena.room([size] * pages)
         assert not store.get(keys, room).any()
-        assert arena.bytes_of(room) == [part.encode() * 2000] * 30
+        assert arena.bytes_of(room) == [part.encode() * size] * pages
 
 
 def test_exists_sizes_and_keys_say_what_is_stored(under_test: StoreUnderTest) -> None:
