@@ -198,8 +198,8 @@ class HostPool:
         table = self._columns
         into = address - table.bases
         slot, offset = np.divmod(into, table.strides)
-        within = (into > 0) & (slot < self.slots) & (offset > 0) & (offset < table.lengths)
-        # Fragments do not overlap, so at most one is cut, and its start cuts no other.
+        within = (into > 0) & (slot < self.slots) & (offset < table.lengths)
+        # Fragments do not overlap, so at most one is cut (the others' offsets are 0), and its start cuts none.
         return address - int(offset[within].sum())
 
 

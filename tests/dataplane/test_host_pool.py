@@ -302,6 +302,12 @@ def test_a_fragment_inside_another_ones_gap_is_covered_once():
     assert len(page_first(spec, 1, inner).regions) == 2
 
 
+def test_a_buffer_inside_another_one_is_refused_as_overlap_and_nothing_else():
+    with pytest.raises(InvalidInput) as caught:
+        page_first(spec_of(10, 2), 2, [PageBuffer("p0", BASE, 10), PageBuffer("p1", BASE + 2, 2, stride=10)])
+    assert field_of(caught) == [("parts[1].fragments[0]", "overlap")]
+
+
 # --- memory that cannot be as described -------------------------------------------------------------------
 
 
