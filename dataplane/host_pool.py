@@ -199,7 +199,7 @@ class HostPool:
         into = address - table.bases
         slot, offset = np.divmod(into, table.strides)
         within = (into > 0) & (slot < self.slots) & (offset < table.lengths)
-        # Fragments do not overlap, so at most one is cut (its start: offset 0), and a start cuts none.
+        # Fragments do not overlap: at most one is cut, and its start cuts no other. A start itself adds 0.
         return address - int(offset[within].sum())
 
 
