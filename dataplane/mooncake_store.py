@@ -93,7 +93,7 @@ class MooncakeStore:
             raw = self._client.register_buffer(address, length)
             if raw != 0:
                 self._regions.discard(address)
-                raise RegistrationFailed(_registration_advice(address, length, raw, self._settings.protocol))
+                raise RegistrationFailed(registration_advice(address, length, raw, self._settings.protocol))
 
     def unregister(self, address: int) -> None:
         """See `ObjectStore.unregister`."""
@@ -340,7 +340,8 @@ def _codes(raw: list[int]) -> NDArray[np.int8]:
     return codes
 
 
-def _registration_advice(address: int, length: int, raw: int, protocol: str) -> str:
+def registration_advice(address: int, length: int, raw: int, protocol: str) -> str:
+    """Return what a refused registration means and what to change (field report 29)."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = f"Mooncake refused {length} bytes at {address:#x} with {raw}"
     if protocol == "tcp":

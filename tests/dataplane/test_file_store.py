@@ -261,6 +261,16 @@ def test_a_deleted_file_is_missing(file_under_test: StoreUnderTest) -> None:
     assert store.get(keys, arena.room([3000] * 4)).tolist() == expected
 
 
+def test_a_small_object_with_a_flipped_bit_raises(file_under_test: StoreUnderTest) -> None:
+    store = file_under_test.store
+    key = f"ct1/{file_under_test.namespace_id}/manifest/{POOL}"
+    store.put_bytes(key, b"manifest")
+    (path,) = files_of(store.root)
+    _flip(path, path.stat().st_size - 1)
+    with pytest.raises(StoreError, match="damaged"):
+        store.get_bytes(key)
+
+
 def test_removing_from_a_damaged_file_removes_it(file_under_test: StoreUnderTest) -> None:
     store = file_under_test.store
     keys = put_pages(file_under_test, range(1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from dataplane import mooncake_store as mooncake_store_module
 from dataplane.mooncake_master import MasterHttp, split_address
 from dataplane.mooncake_native import MooncakeSettings
 from dataplane.mooncake_node import MooncakeCluster, master_binary
-from dataplane.mooncake_store import MooncakeStore, batch_bounds
+from dataplane.mooncake_store import MooncakeStore, batch_bounds, registration_advice
 from dataplane.object_store import ObjectBuffers, RegistrationFailed, StoreClosed, StoreCode, StoreUnavailable
 from tests.dataplane.conftest import REPO, SEGMENT_BYTES, Arena, object_key
 from tests.dataplane.test_object_store import codes
@@ -219,6 +221,22 @@ def test_memory_that_mooncake_refuses_is_not_remembered(
     assert mooncake_store._client.unregister_buffer(address) == 0
     mooncake_store.register(address, 64)
     mooncake_store.unregister(address)
+
+
+@pytest.mark.parametrize(
+    ("limit", "protocol", "says"),
+    [
+        (65_536, "rdma", r"memory lock limit is 65536 bytes, needed are 1048576 .*ulimit -l.*LimitMEMLOCK"),
+        (1 << 30, "rdma", "max_mr_size"),
+        (resource.RLIM_INFINITY, "rdma", "max_mr_size"),
+        (65_536, "tcp", "is the memory mapped"),
+    ],
+)
+def test_a_refused_registration_says_what_to_change(
+    limit: int, protocol: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
+    assert re.search(says, registration_advice(0x1000, 1 << 20, -600, protocol))
 
 
 def test_close_waits_for_a_running_call(mooncake_cluster: MooncakeCluster) -> None:

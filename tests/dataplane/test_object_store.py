@@ -15,6 +15,7 @@ from dataplane.object_store import (
     StoreClosed,
     StoreCode,
     UnsafePrefix,
+    describe_failures,
 )
 from tests.dataplane.conftest import StoreUnderTest
 
@@ -44,6 +45,40 @@ def codes(*values: StoreCode) -> list[int]:
 
 
 OK, MISSING, MISMATCH = StoreCode.OK, StoreCode.MISSING, StoreCode.SIZE_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("addresses", "lengths", "why"),
+    [
+        (np.zeros(2), np.ones(3), "both be"),
+        (np.zeros((2, 2)), np.ones(2), "both be"),
+        (np.zeros((1, 1, 1)), np.ones((1, 1, 1)), "both be"),
+        (np.zeros(2), np.array([1, -1]), "negative"),
+        (np.zeros(2), np.array([1, 0]), "zero bytes"),
+        (np.zeros((2, 2)), np.array([[1, 0], [0, 0]]), "zero bytes"),
+        (np.zeros((2, 0)), np.zeros((2, 0)), "zero bytes"),
+    ],
+)
+def test_buffers_that_are_none_are_refused(addresses: np.ndarray, lengths: np.ndarray, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        ObjectBuffers(addresses.astype(np.uint64), lengths.astype(np.int64))
+
+
+def test_one_fragment_an_object_is_the_plain_form_however_it_is_given() -> None:
+    buffers = ObjectBuffers(np.array([[8], [16]], np.uint64), np.array([[3], [4]]))
+    assert not buffers.fragmented
+    assert buffers.sizes.tolist() == [3, 4]
+    assert buffers.fragments(1) == ([16], [4])
+
+
+def test_failures_are_described_once_a_code_with_the_first_key_and_what_to_do() -> None:
+    text = describe_failures(["a", "b", "c", "d"], np.array([0, 4, 1, 4], np.int8))
+    assert text.split("; ") == [
+        f"MISSING 1/4 (first c): {StoreCode.MISSING.advice}",
+        f"NO_SPACE 2/4 (first b): {StoreCode.NO_SPACE.advice}",
+    ]
+    assert describe_failures(["a"], np.zeros(1, np.int8)) == ""
+    assert all(code.advice for code in StoreCode)
 
 
 def test_bytes_come_back_as_written_in_all_sizes_and_parts(under_test: StoreUnderTest) -> None:
