@@ -13,7 +13,7 @@ from dataplane.host_pool import Buffers, HostPool
 from dataplane.object_store import ObjectBuffers
 from metadata import object_keys
 from metadata.errors import FieldError, InvalidInput
-from metadata.pools import RankPool
+from metadata.pools import PoolSpec, RankPool
 
 T = TypeVar("T", bound=np.generic)
 
@@ -32,14 +32,22 @@ class BoundPool:
     hosts: tuple[HostPool, ...]
 
     def __post_init__(self) -> None:
+        errors = self._count_errors()
+        for i, host in enumerate(self.hosts):
+            errors += [e.under(f"hosts[{i}]") for e in _layout_errors(self.pool.spec, host)]
+        if errors:
+            raise InvalidInput(f"pool {self.name!r} is not bound", errors)
+
+    def _count_errors(self) -> list[FieldError]:
         expected = 0 if self.pool.spec.logical else len(self.pool.owned_shards)
-        slots = {host.slots for host in self.hosts}
-        if len(self.hosts) != expected or len(slots) > 1:
-            detail = (
-                f"has {len(self.hosts)} host pools of {sorted(slots)} slots, it needs one for each of its "
-                f"{expected} shards, all of one size"
-            )
-            raise InvalidInput(f"pool {self.name!r} is not bound", [FieldError("hosts", "mismatch", detail)])
+        slots = sorted({host.slots for host in self.hosts})
+        if len(self.hosts) == expected and len(slots) <= 1:
+            return []
+        detail = (
+            f"has {len(self.hosts)} host pools of {slots} slots, it needs one for each of its {expected} "
+            "shards, all of one size"
+        )
+        return [FieldError("hosts", "mismatch", detail)]
 
     @property
     def name(self) -> str:
@@ -47,9 +55,29 @@ class BoundPool:
         return self.pool.spec.name
 
     @property
+    def shards(self) -> tuple[int, ...]:
+        """The shards that this rank holds, ascending."""
+        return self.pool.owned_shards
+
+    @property
+    def parts(self) -> int:
+        """Objects of one shard of one page."""
+        return len(self.pool.spec.parts)
+
+    @property
     def objects_per_page(self) -> int:
         """Objects that this rank holds of one page."""
-        return len(self.pool.owned_shards) * len(self.pool.spec.parts)
+        return len(self.shards) * self.parts
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes that this rank holds of one page."""
+        return len(self.shards) * self.pool.spec.bytes_per_page
+
+    @property
+    def slots(self) -> int:
+        """Pages that its memory holds; 0 where this rank has no bytes of the pool."""
+        return self.hosts[0].slots if self.hosts else 0
 
     @property
     def object_sizes(self) -> NDArray[np.int64]:
@@ -73,6 +101,21 @@ class BoundPool:
         addresses = np.concatenate([_padded(a, fragments) for a, _ in tables], axis=1)
         lengths = np.concatenate([_padded(n, fragments) for _, n in tables], axis=1)
         return ObjectBuffers(addresses.reshape(-1, fragments), lengths.reshape(-1, fragments))
+
+
+def _layout_errors(spec: PoolSpec, host: HostPool) -> list[FieldError]:
+    """Return how the memory differs from what the keys will say of it: bytes of one pool under another's."""
+    said = [(p.part, p.bytes) for p in spec.parts]
+    found = [(p.part, p.bytes) for p in host.parts]
+    errors = []
+    if host.name != spec.name:
+        errors.append(FieldError("name", "mismatch", f"is {host.name!r}, the pool is {spec.name!r}"))
+    if said != found:
+        errors.append(FieldError("parts", "mismatch", f"are {found}, the pool has {said}"))
+    if host.object_layout != spec.object_layout:
+        detail = f"is {host.object_layout!r}, the pool is {spec.object_layout!r}"
+        errors.append(FieldError("object_layout", "mismatch", detail))
+    return errors
 
 
 def _objects(table: Buffers) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:

@@ -1,49 +1,45 @@
 """REST client of the control plane, for engines and movers.
 
-Big calls travel as msgpack over kept connections. Every call has a deadline. All calls are safe to repeat,
-and are, once, with jitter, when the connection failed before an answer came.
+Big calls travel as msgpack over kept connections. Every call has one deadline over all of it, retry included.
+All calls are safe to repeat, and are, once, when the connection failed before an answer came.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-import httpx
 import tenacity
 
+from dataplane.control_plane import ControlPlaneAway, ControlRefused
+from dataplane.deadline_http import Answer, Deadline, DeadlineHttp, NoAnswer
 from dataplane.messages import control
 from dataplane.messages.wire import MEDIA_TYPES, Format, Message, decode, encode
-from metadata.codec import PageHashes
+from metadata.codec import ENGINE_ID, RANK, PageHashes
 from metadata.errors import CaketinError, FieldError, InvalidInput
 from metadata.namespace import HashKind
 from metadata.pools import RankPool
 
-_FIRST_ERROR: Final = 400
+__all__ = [
+    "ControlClient",
+    "ControlPlaneAway",
+    "ControlRefused",
+    "ControlSettings",
+    "ModelIdentity",
+    "RankIdentity",
+]
+
+_OK: Final = range(200, 300)
+_REFUSED: Final = range(400, 600)
 _ATTEMPTS: Final = 2
+_JITTER_SECONDS: Final = 0.02
+_IDENTITY: Final = {"engine_id": ENGINE_ID, "rank": RANK, "incarnation": r"[A-Za-z0-9._-]{1,64}"}
+"""What ends up in a path must not change it."""
 
 M = TypeVar("M", bound=Message)
-
-
-class ControlPlaneAway(CaketinError):
-    """The control plane did not answer in time, or not as itself; a lookup is then a miss."""
-
-    code = "control_plane_away"
-
-
-@dataclass
-class ControlRefused(CaketinError):
-    """The control plane refused a call.
-
-    Attributes:
-        refusal: the contract's code, such as `stale_incarnation`.
-        status: HTTP status.
-    """
-
-    refusal: str = ""
-    status: int = 0
-    code = "control_refused"
 
 
 @dataclass(frozen=True)
@@ -75,6 +71,15 @@ class RankIdentity:
     rank: str
     incarnation: str
 
+    def __post_init__(self) -> None:
+        errors = []
+        for name, form in _IDENTITY.items():
+            value: str = getattr(self, name)
+            if not re.fullmatch(form, value):
+                errors.append(FieldError(name, "bad_format", f"is {value!r}, must match {form}"))
+        if errors:
+            raise InvalidInput("the rank cannot be named so", errors)
+
     @property
     def path(self) -> str:
         """Path of the rank below the base URL."""
@@ -102,10 +107,10 @@ class ControlClient:
     def __init__(self, settings: ControlSettings, me: RankIdentity) -> None:
         self.me = me
         self._settings = settings
-        self._http = httpx.Client(base_url=settings.url, timeout=settings.call_seconds, trust_env=False)
+        self._http = DeadlineHttp(settings.url)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections; again: nothing happens. Later calls fail as `ControlPlaneAway`."""
         self._http.close()
 
     def register(
@@ -140,9 +145,10 @@ class ControlClient:
 
     def leave(self) -> None:
         """Remove this rank; twice is fine."""
-        answer = self._send("DELETE", f"{self.me.path}?incarnation={self.me.incarnation}", None, "json", None)
-        if answer.status_code >= _FIRST_ERROR:
-            raise _refusal(answer)
+        path = f"{self.me.path}?incarnation={self.me.incarnation}"
+        answer = self._send("DELETE", path, None, "json", None)
+        if answer.status not in _OK:
+            raise _refusal(path, answer)
 
     def lookup(
         self,
@@ -151,16 +157,31 @@ class ControlClient:
         *,
         first_page: int = 0,
         prefix_hashes: PageHashes | None = None,
+        pools: Mapping[str, control.PoolQuery] | None = None,
+        min_pages: int = 1,
         request_id: str | None = None,
     ) -> control.LookupResult:
-        """Ask which prefixes of these pages are restorable, by this engine's pools; counts as a lookup."""
+        """Ask which prefixes of these pages are restorable; counts as one lookup, however often it is sent.
+
+        Args:
+            namespace_id: as the registration gave it.
+            page_hashes: pages of the call, in order.
+            first_page: pages of the sequence before them.
+            prefix_hashes: hashes of the pages right before `first_page`, for windows that reach there.
+            pools: the sidecars that gate, and windows other than the registered; None: all of this engine.
+            min_pages: shorter prefixes are not worth a transfer.
+            request_id: names the request where the caller may ask twice for it; None takes a fresh one.
+        """
         body = control.LookupRequest(
             page_hashes=page_hashes,
             first_page=first_page,
             prefix_hashes=prefix_hashes or PageHashes(),
             engine_id=self.me.engine_id,
             rank=self.me.rank,
-            request_id=request_id,
+            pools=None if pools is None else dict(pools),
+            min_pages=min_pages,
+            # A lookup that is sent again after a broken connection must not count twice (C1).
+            request_id=request_id or secrets.token_hex(8),
         )
         path = f"/v1/namespaces/{namespace_id}/lookup"
         return self._call("POST", path, body, control.LookupResult)
@@ -202,8 +223,8 @@ class ControlClient:
         seconds: float | None = None,
     ) -> M:
         answer = self._send(method, path, encode(body, form), form, seconds)
-        if answer.status_code >= _FIRST_ERROR:
-            raise _refusal(answer)
+        if answer.status not in _OK:
+            raise _refusal(path, answer)
         try:
             return decode(answer.content, form, answer_type)
         except InvalidInput as error:
@@ -211,30 +232,30 @@ class ControlClient:
 
     def _send(
         self, method: str, path: str, content: bytes | None, form: Format, seconds: float | None
-    ) -> httpx.Response:
+    ) -> Answer:
         headers = {"content-type": MEDIA_TYPES[form], "accept": MEDIA_TYPES[form]}
+        allowed = self._settings.call_seconds if seconds is None else seconds
+        deadline = Deadline(allowed)
         attempts = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(_ATTEMPTS),
-            wait=tenacity.wait_random(0, 0.02),
-            retry=tenacity.retry_if_exception_type((httpx.ConnectError, httpx.RemoteProtocolError)),
+            wait=tenacity.wait_random(0, min(_JITTER_SECONDS, allowed / 10)),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, NoAnswer) and e.before_answer),
             reraise=True,
         )
-        timeout = seconds if seconds is not None else self._settings.call_seconds
         try:
-            return attempts(
-                self._http.request, method, path, content=content, headers=headers, timeout=timeout
-            )
-        except httpx.HTTPError as error:
-            what = f"{method} {path} at {self._settings.url}"
-            raise ControlPlaneAway(
-                f"{what} failed within {timeout} s: {type(error).__name__}: {error}"
-            ) from error
+            return attempts(self._http.exchange, method, path, content, headers, deadline)
+        except NoAnswer as error:
+            what = f"{method} {path} at {self._settings.url} failed within {allowed} s"
+            raise ControlPlaneAway(f"{what}: {error}") from error
 
 
-def _refusal(answer: httpx.Response) -> CaketinError:
-    try:
-        problem = decode(answer.content, "json", control.Problem)
-    except InvalidInput:
-        return ControlPlaneAway(f"{answer.url} answered {answer.status_code} without a problem document")
-    errors = [FieldError(e.field, e.code, e.detail) for e in problem.errors]
-    return ControlRefused(problem.detail, errors, refusal=problem.code, status=problem.status)
+def _refusal(path: str, answer: Answer) -> CaketinError:
+    if answer.status in _REFUSED:
+        try:
+            problem = decode(answer.content, "json", control.Problem)
+        except InvalidInput:
+            pass
+        else:
+            errors = [FieldError(e.field, e.code, e.detail) for e in problem.errors]
+            return ControlRefused(problem.detail, errors, refusal=problem.code, status=answer.status)
+    return ControlPlaneAway(f"{path} was answered with {answer.status} and no problem document")

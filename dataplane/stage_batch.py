@@ -5,7 +5,7 @@ Pools of one stage may move in any order, so their objects share one call of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.bound_pool import BoundPool
-from dataplane.object_store import ObjectBuffers, StoreCode
-from metadata.object_keys import group_id
+from dataplane.object_store import ObjectBuffers
+from metadata import object_keys
 
 T = TypeVar("T", bound=np.generic)
 
@@ -26,7 +26,7 @@ class PoolPages:
 
     Attributes:
         pool: the pool.
-        pages: indices into the call's pages, int64 (n,), at least one.
+        pages: indices into the batch's page hashes, int64 (n,).
         slots: their page slots, int64 (n,); None where only keys matter.
     """
 
@@ -41,32 +41,46 @@ class StageBatch:
 
     Attributes:
         namespace_id: the namespace.
-        page_hashes: hashes of the call's pages.
-        members: the pools' pages.
+        page_hashes: hashes of the pages that the members' indices mean.
+        members: the pools' pages; each pool once.
     """
 
     namespace_id: str
     page_hashes: Sequence[bytes]
     members: tuple[PoolPages, ...]
 
+    @property
+    def objects(self) -> int:
+        """Number of objects."""
+        return sum(len(m.pages) * m.pool.objects_per_page for m in self.members)
+
     @cached_property
     def keys(self) -> list[str]:
         """One key an object."""
-        return [key for m in self.members for key in m.pool.keys(self.namespace_id, self._hashes(m.pages))]
+        return [key for m in self.members for key in m.pool.keys(self.namespace_id, self._hashes(m))]
 
     @cached_property
     def groups(self) -> list[str]:
-        """The lease group of each object: one a page."""
+        """The lease group of each object: one a page, the same in all its pools."""
         found: list[str] = []
         for m in self.members:
-            for page in self._hashes(m.pages):
-                found += [group_id(self.namespace_id, page)] * m.pool.objects_per_page
+            pages = object_keys.flat_object_keys(self.namespace_id, self._hashes(m), [""])
+            found += [page for page in pages for _ in range(m.pool.objects_per_page)]
         return found
 
     @cached_property
     def buffers(self) -> ObjectBuffers:
-        """Where the bytes of each object lie."""
-        tables = [m.pool.buffers(m.slots) for m in self.members if m.slots is not None]
+        """Where the bytes of each object lie.
+
+        Raises:
+            InvalidInput: a slot that a pool does not have.
+            ValueError: a member has no slots.
+        """
+        tables = []
+        for m in self.members:
+            if m.slots is None or len(m.slots) != len(m.pages):
+                raise ValueError(f"pool {m.pool.name!r} needs a slot for each of its {len(m.pages)} pages")
+            tables.append(m.pool.buffers(m.slots))
         return tables[0] if len(tables) == 1 else _joined(tables)
 
     @cached_property
@@ -74,35 +88,31 @@ class StageBatch:
         """Bytes that each object must have, int64."""
         return np.concatenate([np.tile(m.pool.object_sizes, len(m.pages)) for m in self.members])
 
-    def by_page(self, codes: NDArray[np.int8]) -> Mapping[str, NDArray[np.int8]]:
-        """Return for each pool the worst `StoreCode` of each of its pages, int8, in the order of `pages`."""
-        worst: dict[str, NDArray[np.int8]] = {}
+    def by_shard(self, values: NDArray[T]) -> Iterator[tuple[PoolPages, NDArray[T]]]:
+        """Yield for each member the values of its objects, (pages, owned shards, parts).
+
+        Args:
+            values: one an object, in the order of the keys.
+        """
         start = 0
         for m in self.members:
+            shape = (len(m.pages), len(m.pool.shards), m.pool.parts)
             stop = start + len(m.pages) * m.pool.objects_per_page
-            worst[m.pool.name] = codes[start:stop].reshape(len(m.pages), -1).max(axis=1)
+            yield m, values[start:stop].reshape(shape)
             start = stop
-        return worst
 
-    def whole(self, codes: NDArray[np.int8]) -> dict[str, NDArray[np.int64]]:
-        """Return for each pool the pages whose every object is `OK`."""
-        worst = self.by_page(codes)
-        return {m.pool.name: m.pages[worst[m.pool.name] == StoreCode.OK] for m in self.members}
-
-    def _hashes(self, pages: NDArray[np.int64]) -> list[bytes]:
-        return [self.page_hashes[i] for i in pages.tolist()]
+    def _hashes(self, member: PoolPages) -> list[bytes]:
+        return [self.page_hashes[i] for i in member.pages.tolist()]
 
 
 def _joined(tables: Sequence[ObjectBuffers]) -> ObjectBuffers:
     """Return the objects of several tables as one, fragments padded to the widest."""
-    widest = max(t.addresses.shape[1] if t.fragmented else 1 for t in tables)
+    widest = max((t.addresses.shape[1] if t.fragmented else 1 for t in tables), default=1)
     addresses = [_widened(t.addresses, widest) for t in tables]
     lengths = [_widened(t.lengths, widest) for t in tables]
     return ObjectBuffers(np.concatenate(addresses), np.concatenate(lengths))
 
 
 def _widened(table: NDArray[T], fragments: int) -> NDArray[T]:
-    if fragments == 1:
-        return table
     columns = table[:, None] if table.ndim == 1 else table
     return np.pad(columns, ((0, 0), (0, fragments - columns.shape[1])))

@@ -64,6 +64,7 @@ async def register(
     }
     result = RegisterResult(
         namespace_id=done.namespace_id,
+        tenant=tenant,
         epoch=done.epoch,
         lease_seconds=context.registry.lease_seconds,
         pools=grants,

@@ -117,9 +117,13 @@ StoreAccess: TypeAlias = Annotated[MooncakeAccess | FileAccess, Field(discrimina
 
 
 class RegisterResult(Body):
-    """Answer to a registration: 201 new, 200 renewed."""
+    """Answer to a registration: 201 new, 200 renewed.
+
+    `tenant` is the token's: with it the rank can work out the namespace id for itself.
+    """
 
     namespace_id: str
+    tenant: Annotated[str | None, Field(exclude_if=lambda tenant: tenant is None)] = None
     epoch: Count
     lease_seconds: Count
     pools: dict[str, PoolGrant]

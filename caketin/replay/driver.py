@@ -30,8 +30,6 @@ from dataplane.page_mover import Slots
 from metadata.codec import PageHashes
 from metadata.page_hash import page_hashes
 
-LOCAL_TENANT = "default"
-
 
 @dataclass(frozen=True)
 class ReplaySettings:
@@ -119,6 +117,8 @@ class Replay:
                 writer.wipe(slots[name])
         with self._timed("prefetch"):
             done = self._me.mover.prefetch(hashes, found, slots)
+        if done.error is not None:
+            raise done.error
         self.report.bytes_read += done.bytes
         self.report.lost_pages += found.hit_pages - done.pages
         if self._settings.verify and done.pages:
@@ -141,6 +141,8 @@ class Replay:
         slots = dict.fromkeys(self._writers, self._slots[first : len(hashes)])
         with self._timed("back up"):
             done = self._me.mover.back_up(rest, slots)
+        if done.error is not None:
+            raise done.error
         self.report.backed_up_pages += done.committed
         self.report.bytes_written += done.bytes
 
@@ -171,5 +173,5 @@ def replay(settings: ReplaySettings, load: Load, advance: Callable[[int], None])
     me = RankIdentity(settings.engine_id, "dp0-pp0-cp0-tp0", secrets.token_hex(16))
     client = ControlClient(ControlSettings(settings.url, call_seconds=settings.call_seconds), me)
     model = ModelIdentity(settings.model, f"{settings.pools}-{settings.page_bytes}", settings.page_tokens)
-    with contextlib.closing(client), attached(client, model, LOCAL_TENANT, bound) as joined:
+    with contextlib.closing(client), attached(client, model, bound) as joined:
         return Replay(settings, load, joined, memories).run(client, advance)

@@ -138,10 +138,11 @@ class FileAccess(Message, frozen=True, kw_only=True, tag_field="kind", tag="file
     key_prefix: str
 
 
-class RegisterResult(Message, frozen=True, kw_only=True):
+class RegisterResult(Message, frozen=True, kw_only=True, omit_defaults=True):
     """Answer to a registration: 201 new, 200 renewed."""
 
     namespace_id: str
+    tenant: str | None = None
     epoch: Count
     lease_seconds: Count
     pools: dict[str, PoolGrant]

@@ -1,0 +1,239 @@
+"""Back up: pages from host memory to the store, KV first, and the index told last (O1-O4).
+
+Per page the anchor's objects, then the pools that derive from it, then the independent sidecars; a later
+stage only for pages whose earlier stages are confirmed. A put that succeeded proves nothing: only what the
+store confirms is committed, shard by shard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataplane.control_plane import ControlPlane, ControlPlaneAway, ControlRefused
+from dataplane.messages import control
+from dataplane.object_store import ObjectBuffers, ObjectStore, StoreCode, describe_failures
+from dataplane.page_statements import PoolFacts, Statement, statements
+from dataplane.stage_batch import PoolPages, StageBatch
+from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
+from metadata.codec import PageHashes
+from metadata.errors import CaketinError
+from metadata.page_runs import page_runs
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BackedUp:
+    """What a back up did.
+
+    Attributes:
+        stored: pool name -> pages whose every object of this rank is confirmed, bool (pages,).
+        bytes: bytes of those pages.
+        committed: pages of which the index took something.
+        rejected: (page, pool) that the index did not take.
+        error: what cut the transfer short, or kept the index from learning of all that is stored; None when
+            nothing did. What is stored stays stored, and the same call may be made again.
+        transfers_done: every page of every pool that was asked for is stored and committed (O4).
+    """
+
+    stored: dict[str, BoolArray]
+    bytes: int
+    committed: int
+    rejected: list[tuple[int, str]]
+    error: CaketinError | None
+    transfers_done: bool
+
+
+class BackUp:
+    """One back up."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        control_plane: ControlPlane,
+        pools: RankPools,
+        *,
+        page_hashes: PageHashes,
+        slots: Slots,
+        progress: Progress | None = None,
+    ) -> None:
+        """Take what is to be stored; see `PageMover.back_up`.
+
+        Raises:
+            InvalidInput: slots that do not fit the call.
+        """
+        self._store = store
+        self._control = control_plane
+        self._pools = pools
+        self._hashes = page_hashes
+        self._slots = pools.checked_slots(page_hashes, slots)
+        self._progress = progress
+        pages = len(page_hashes)
+        # Which shards of which pages are confirmed, which claims the index took and which it refused.
+        self._held = {n: np.zeros((pages, len(pools.bound[n].shards)), np.bool_) for n in self._slots}
+        self._claimed = {n: np.zeros(pages, np.bool_) for n in self._slots}
+        self._rejected = {n: np.zeros(pages, np.bool_) for n in self._slots}
+        self._committed_to = 0
+        self._commit_error: CaketinError | None = None
+
+    def run(self) -> BackedUp:
+        """Store, confirm and commit, chunk by chunk."""
+        error: CaketinError | None = None
+        for chunk in chunks(len(self._hashes)):
+            try:
+                self._store_chunk(chunk)
+            except CaketinError as cut:
+                error = cut
+            finally:
+                # Also when the store failed half-way: what it has confirmed by then must not be lost.
+                self._commit(chunk.stop)
+            if error is not None or not _passing(self._commit_error):
+                break
+        return self._result(error or self._commit_error)
+
+    def _result(self, error: CaketinError | None) -> BackedUp:
+        stored: dict[str, BoolArray] = {n: np.all(held, axis=1) for n, held in self._held.items()}
+        whole = all(
+            bool((stored[n] & self._claimed[n])[at != NO_SLOT].all()) for n, at in self._slots.items()
+        )
+        taken = np.zeros(len(self._hashes), np.bool_)
+        for claimed in self._claimed.values():
+            taken |= claimed
+        return BackedUp(
+            stored=stored,
+            bytes=sum(int(s.sum()) * self._pools.bound[n].bytes_per_page for n, s in stored.items()),
+            committed=int(taken.sum()),
+            rejected=sorted((p, n) for n, r in self._rejected.items() for p in np.flatnonzero(r).tolist()),
+            error=error,
+            transfers_done=whole and error is None,
+        )
+
+    def _store_chunk(self, chunk: slice) -> None:
+        hashes = self._hashes[chunk]
+        slots = {n: at[chunk] for n, at in self._slots.items()}
+        alive = np.ones(len(hashes), np.bool_)
+        stages = self._pools.stages
+        for number, stage in enumerate(stages):
+            wanted = {n: np.flatnonzero(alive & (slots[n] != NO_SLOT)) for n in stage if n in slots}
+            members = [PoolPages(self._pools.bound[n], p, slots[n][p]) for n, p in wanted.items() if p.size]
+            if members:
+                self._put(StageBatch(self._pools.namespace_id, hashes, tuple(members)), chunk.start)
+            later = np.zeros(len(hashes), np.bool_)
+            for name in (n for after in stages[number + 1 :] for n in after if n in slots):
+                later |= slots[name] != NO_SLOT
+            alive &= later
+            if not alive.any():
+                return
+            alive &= self._complete(stage, chunk, np.flatnonzero(alive))
+
+    def _complete(self, stage: Sequence[str], chunk: slice, pages: PageArray) -> BoolArray:
+        """Return where every pool of the stage is confirmed: put just now, or there from an earlier call.
+
+        Args:
+            stage: pool names.
+            chunk: the chunk, whose pages the answer covers.
+            pages: pages of the chunk to look at; the others count as incomplete.
+        """
+        complete = np.zeros(chunk.stop - chunk.start, np.bool_)
+        complete[pages] = True
+        unseen: list[PoolPages] = []
+        for name in stage:
+            if name in self._slots:
+                put_now = self._slots[name][chunk] != NO_SLOT
+                complete &= ~put_now | self._held[name][chunk].all(axis=1)
+                left = pages[~put_now[pages] & complete[pages]]
+            else:
+                left = pages[complete[pages]]
+            if left.size:
+                unseen.append(PoolPages(self._pools.bound[name], left))
+        if unseen:
+            batch = StageBatch(self._pools.namespace_id, self._hashes[chunk], tuple(unseen))
+            codes = self._store.confirm(batch.keys, batch.sizes)
+            for member, at in batch.by_shard(codes):
+                complete[member.pages[(at != StoreCode.OK).any(axis=(1, 2))]] = False
+        return complete
+
+    def _put(self, batch: StageBatch, first_page: int) -> None:
+        """Put a batch and note which shards are confirmed (O3)."""
+        codes = self._put_confirmed(batch.keys, batch.buffers, batch.groups)
+        # Noted before the repair, whose failure must not take along what is confirmed already.
+        self._note_held(batch, first_page, codes)
+        wrong = np.flatnonzero(codes == StoreCode.SIZE_MISMATCH)
+        if wrong.size:
+            # Somebody's object of another size sits under our key: it is worth nothing to anybody.
+            log.warning("removing objects of a wrong size: %s", describe_failures(batch.keys, codes))
+            bad = [batch.keys[i] for i in wrong.tolist()]
+            self._store.remove(bad)
+            groups = [batch.groups[i] for i in wrong.tolist()]
+            codes[wrong] = self._put_confirmed(bad, batch.buffers[wrong], groups)
+            self._note_held(batch, first_page, codes)
+        if codes.any():
+            log.warning("not everything was stored: %s", describe_failures(batch.keys, codes))
+        if self._progress is not None:
+            for member in batch.members:
+                held = self._held[member.pool.name][first_page + member.pages]
+                self._progress(member.pool.name, int(held.all(axis=1).sum()))
+
+    def _note_held(self, batch: StageBatch, first_page: int, codes: NDArray[np.int8]) -> None:
+        for member, at in batch.by_shard(codes):
+            self._held[member.pool.name][first_page + member.pages] = (at == StoreCode.OK).all(axis=2)
+
+    def _put_confirmed(
+        self, keys: Sequence[str], buffers: ObjectBuffers, groups: Sequence[str]
+    ) -> NDArray[np.int8]:
+        codes = self._store.put(keys, buffers, groups)
+        return np.where(codes == StoreCode.OK, self._store.confirm(keys, buffers.sizes), codes)
+
+    def _commit(self, stop: int) -> None:
+        """Claim what is confirmed of the pages up to `stop` and not claimed yet (O2).
+
+        A control plane that is away for a moment gets these claims together with the next chunk's.
+        """
+        here = slice(self._committed_to, stop)
+        facts = {
+            n: PoolFacts(self._pools.bound[n].shards, held[here], np.zeros(stop - here.start, np.int8))
+            for n, held in self._held.items()
+        }
+        try:
+            for call in statements(facts):
+                claims = {
+                    n: control.StoredPool(pages=_page_set(said.pages), shards=said.shards)
+                    for n, said in call.items()
+                }
+                result = self._control.commit(self._pools.namespace_id, self._hashes[here], claims)
+                self._note(here, call, result)
+        except CaketinError as error:
+            log.warning("what is stored could not be claimed: %s", error)
+            self._commit_error = error
+        else:
+            self._committed_to, self._commit_error = stop, None
+
+    def _note(self, here: slice, call: dict[str, Statement], result: control.CommitResult) -> None:
+        refused = {n: np.zeros_like(said.pages) for n, said in call.items()}
+        for one in result.rejected:
+            if one.pool not in refused or one.page >= here.stop - here.start:
+                raise ControlPlaneAway(f"a commit was answered for page {one.page} of pool {one.pool!r}")
+            refused[one.pool][one.page] = True
+        for name, said in call.items():
+            self._claimed[name][here][said.pages] = ~refused[name][said.pages]
+            self._rejected[name][here][said.pages] = refused[name][said.pages]
+
+
+def _passing(error: CaketinError | None) -> bool:
+    """Return whether going on makes sense: a later commit may take the claims."""
+    match error:
+        case None | ControlPlaneAway():
+            return True
+        case ControlRefused():
+            return error.passing
+        case _:
+            return False
+
+
+def _page_set(mask: BoolArray) -> control.PageSet:
+    return "all" if mask.all() else page_runs(mask)
