@@ -29,7 +29,8 @@ QUICK := not ($(subst $(EMPTY) $(EMPTY), or ,$(SUITES)))
 # tests/test_floors.py reads it and keeps I/O out of them; `make cover` keeps the coverage.
 PURE := metadata/pools metadata/pool_json metadata/namespace metadata/page_hash metadata/object_keys \
 	metadata/sglang_keys metadata/hit_policy metadata/page_runs metadata/shard_bitmap metadata/codec \
-	metadata/msgpack_keys metadata/registered dataplane/host_pool dataplane/host_fragments
+	metadata/msgpack_keys metadata/registered metadata/quota_rules dataplane/host_pool \
+	dataplane/host_fragments api/tokens
 
 .PHONY: help setup test cover lint demo bench clean
 
@@ -67,7 +68,7 @@ test: setup ## the quick suites, under five minutes
 cover: setup ## the pure modules' tests, failing under 100 % of branches
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "$(QUICK)" --cov-branch --cov-report= \
 	  $(foreach p,$(sort $(dir $(PURE))),--cov=$(p:/=)) \
-	  tests/metadata $(foreach m,$(PURE),$(wildcard tests/$(m:dataplane/%=dataplane/test_%)*.py))
+	  tests/metadata $(foreach m,$(filter-out metadata/%,$(PURE)),$(wildcard tests/$(dir $(m))test_$(notdir $(m))*.py))
 	$(BIN)/python -m coverage report --show-missing --fail-under=100 \
 	  --include=$(subst $(EMPTY) $(EMPTY),$(COMMA),$(addsuffix .py,$(PURE)))
 

@@ -31,10 +31,12 @@ FLOORS = {
 PURE_IMPORTS = {
     *("__future__", "abc", "array", "base64", "binascii", "bisect", "collections", "copy", "dataclasses"),
     *(
+        "datetime",
         "enum",
         "functools",
         "hashlib",
         "heapq",
+        "hmac",
         "itertools",
         "json",
         "math",
@@ -43,7 +45,7 @@ PURE_IMPORTS = {
         "operator",
         "re",
     ),
-    *("string", "struct", "types", "typing"),
+    *("string", "struct", "tomllib", "types", "typing"),
 }
 PURE_WITHOUT_CALLS = {"open", "print", "input", "exec", "eval"}
 
