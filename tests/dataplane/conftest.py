@@ -20,6 +20,9 @@ from dataplane.mooncake_node import MooncakeCluster
 from dataplane.mooncake_store import MooncakeStore
 from dataplane.object_store import ObjectBuffers, ObjectStore
 from tests.dataplane.store_process import open_store
+from tests.servers import stack
+
+__all__ = ["stack"]
 
 REPO = Path(__file__).resolve().parents[2]
 POOL = "3f2a91bc"
