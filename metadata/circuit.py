@@ -1,8 +1,8 @@
 """A circuit breaker in front of one Redis node: after some failures in a row nobody waits any more. Pure.
 
-Closed, calls go through. After `failures_to_open` failures in a row it opens: calls are refused at once, and one
-probe at a time, `probe_seconds` apart, asks whether the node is back. The first good probe closes it. Real calls
-never probe: the one that did would wait a deadline's length, and a lookup must not.
+Closed, calls go through. After `failures_to_open` failures in a row it opens: calls are refused at once,
+and one probe at a time, `probe_seconds` apart, asks whether the node is back. The first good probe closes it.
+Real calls never probe: the one that did would wait a deadline's length, and a lookup must not.
 """
 
 from __future__ import annotations

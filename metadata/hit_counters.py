@@ -1,34 +1,43 @@
 """Hit statistics in time buckets (Redis), exact over replicas and off the answer's path.
 
-Each process adds up what it answered and hands it to Redis once a second, as increments: replicas add up,
-a graceful stop flushes, and a killed process loses at most one interval (C2). A lookup with a `request_id`
-counts once in ten minutes, whichever replica it is repeated at (C1).
+Each process adds up what it answered and hands it to Redis once a second, as numbered flushes: a flush whose
+answer got lost is sent again as it was and counts once. Replicas add up and a graceful stop flushes. A killed
+process loses at most one interval, and since it says no goodbye the others note a gap (C2). A lookup with a
+`request_id` counts once in ten minutes, whichever replica it is repeated at (C1).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from metadata import redis_keys
-from metadata.errors import FieldError, InvalidInput, RedisUnavailable
-from metadata.redis_server import RedisServer
+import msgspec
 
-RESOLUTIONS: Final = ((10, 7_200), (60, 172_800), (3_600, 7_776_000))
-"""(step, how long it is kept), both in seconds."""
+from metadata import redis_keys
+from metadata.errors import RedisUnavailable
+from metadata.hit_rates import RESOLUTIONS, SILENT_SECONDS, WHOLE_PREFIX, hit_rates
+from metadata.redis_server import RedisServer, ScriptCall
 
 REQUEST_SECONDS: Final = 600
-MAX_PENDING: Final = 100_000
-MAX_BUCKETS: Final = 2_000
-LABELS: Final = ("tenant", "namespace", "model", "engine", "pool")
-METRICS: Final = ("queried_pages", "hit_pages", "read_pages", "lost_pages")
-WHOLE_PREFIX: Final = ""
-"""Pool label of the row that counts the prefix as a whole."""
+MAX_PENDING: Final = 20_000
+"""Most lookups with a request id that wait in a process, and most rows of sums."""
+
+MAX_ROWS: Final = 10_000
+"""Most rows of one time bucket: engine ids and pool names are made up by callers. More counts as `other`."""
+
+ASKED_PER_FLUSH: Final = 2_000
+MAX_GAPS: Final = 1_000
+GAP_SECONDS: Final = 7_776_000
+OTHER: Final = "other"
+Key = tuple[int, str, str]
+"""Start of the finest bucket, row, and the row that counts in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,167 +103,159 @@ class CountedPages:
 
 @dataclass
 class HitCounters:
-    """Counts lookups; `run` flushes once a second until cancelled, then once more."""
+    """Counts lookups; `run` flushes once a second until cancelled, then once more and says goodbye.
+
+    Attributes:
+        redis: where the sums go.
+        flush_seconds: time between two flushes: what a killed process loses at most.
+        dropped: events that were not counted because too many waited.
+    """
 
     redis: RedisServer
     flush_seconds: float = 1.0
     dropped: int = 0
-    _pending: deque[CountedLookup | CountedPages] = field(default_factory=deque)
-    _claimed: set[tuple[str, str]] = field(default_factory=set)
+    process: str = field(default_factory=lambda: secrets.token_hex(8))
+    _sums: Counter[Key] = field(default_factory=Counter)
+    _asked: deque[CountedLookup] = field(default_factory=deque)
+    _number: int = 0
+    _sealed: ScriptCall | None = None
     _flushing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def backlog(self) -> int:
+        """Lookups and sums that wait to be flushed."""
+        return len(self._asked) + len(self._sums)
+
     def count(self, event: CountedLookup | CountedPages) -> None:
-        """Remember an event; beyond the bound the oldest goes and is counted as dropped."""
-        if len(self._pending) >= MAX_PENDING:
-            self._pending.popleft()
+        """Remember an event; where too many wait, it is counted as dropped."""
+        if isinstance(event, CountedLookup) and event.request_id is not None:
+            if len(self._asked) >= MAX_PENDING:
+                self._asked.popleft()
+                self.dropped += 1
+            self._asked.append(event)
+            return
+        if len(self._sums) >= MAX_PENDING:
             self.dropped += 1
-        self._pending.append(event)
+            return
+        for key, pages in _sums_of(event):
+            self._sums[key] += pages
 
     async def run(self) -> None:
-        """Flush every `flush_seconds`; keep what Redis does not take for the next time."""
+        """Flush every `flush_seconds`; what Redis does not take stays for the next time."""
         try:
             while True:
+                # The first flush comes at once: it makes this process known, so that its death leaves a gap.
+                await self.try_flush()
                 await asyncio.sleep(self.flush_seconds)
-                await self._try_flush()
         finally:
-            await self._try_flush()
+            await self.try_flush(goodbye=True)
 
-    async def flush(self) -> None:
-        """Hand everything pending to Redis.
+    async def flush(self, *, goodbye: bool = False) -> None:
+        """Hand everything that waits to Redis, and say that this process lives.
 
         Raises:
-            RedisUnavailable: nothing was taken; it stays pending.
+            RedisUnavailable: not all was taken, or nobody knows; the next flush sends the same again.
         """
         async with self._flushing:
-            events = list(self._pending)
-            if not events:
-                return
-            fresh = await self._not_counted_before(events)
-            sums: dict[tuple[int, int], Counter[str]] = {}
-            for event in fresh:
-                for step, _ in RESOLUTIONS:
-                    bucket = sums.setdefault((step, int(event.at) // step * step), Counter())
-                    for pool, metric, pages in event.increments():
-                        bucket[_field(event.source, pool, metric)] += pages
-            await self.redis.pipeline(lambda pipe: _queue_increments(pipe, sums))
-            self._claimed.clear()
-            for _ in events:
-                self._pending.popleft()
+            more = True
+            while more:
+                if self._sealed is not None:
+                    await self.redis.run(self._sealed)
+                last_word = goodbye and len(self._asked) <= ASKED_PER_FLUSH
+                self._sealed = self._seal(goodbye=last_word)
+                await self.redis.run(self._sealed)
+                self._sealed = None
+                more = bool(self._asked)
 
     async def series(
         self, window: int, step: int, by: Sequence[str], tenant: str | None, now: float | None = None
     ) -> dict[str, Any]:
-        """Return hit rates as the contract's `/hit-rates` gives them.
-
-        Args:
-            window: seconds to look back.
-            step: seconds of one bucket, a multiple of 10.
-            by: labels to keep apart, out of `LABELS`.
-            tenant: whose counts, or None for all.
-            now: Unix time, for tests.
+        """Return hit rates as the contract's `/hit-rates` gives them; see `metadata.hit_rates`.
 
         Raises:
             InvalidInput: the window, the step or a label cannot be served.
         """
-        base = _resolution(window, step, by)
-        await self._try_flush()
-        end = int(now if now is not None else time.time()) // step * step + step
-        start = end - max(1, window // step) * step
-        starts = range(start, end, base)
-        answers = await self.redis.pipeline(lambda p: [p.hgetall(redis_keys.hits(base, s)) for s in starts])
-        rows: dict[tuple[str, ...], dict[str, list[int]]] = {}
-        buckets = (end - start) // step
-        for at, answer in zip(starts, answers, strict=True):
-            for raw, pages in answer.items():
-                labels, metric = _parse_field(raw)
-                if not _wanted(labels, by, tenant):
-                    continue
-                row = rows.setdefault(tuple(labels[name] for name in by), {})
-                values = row.setdefault(metric, [0] * buckets)
-                values[(at - start) // step] += int(pages)
-        return {
-            "start": start,
-            "step": step,
-            "partial_last": True,
-            "series": [_row(by, key, rows[key], buckets) for key in sorted(rows)],
-        }
+        await self.try_flush()
+        return await hit_rates(self.redis, window, step, by, tenant, now=now)
 
-    async def _try_flush(self) -> None:
+    async def try_flush(self, *, goodbye: bool = False) -> None:
+        """Flush; where Redis is away, what waits goes on waiting."""
         try:
-            await self.flush()
+            await self.flush(goodbye=goodbye)
         except RedisUnavailable:
             return
 
-    async def _not_counted_before(
-        self, events: Sequence[CountedLookup | CountedPages]
-    ) -> list[CountedLookup | CountedPages]:
-        """Leave out lookups whose request id was counted; ids stay claimed here until their counts are in."""
-        fresh: list[CountedLookup | CountedPages] = []
-        asked: dict[tuple[str, str], CountedLookup] = {}
-        for event in events:
-            if not isinstance(event, CountedLookup) or event.request_id is None:
-                fresh.append(event)
-            else:
-                asked.setdefault((event.source.tenant, event.request_id), event)
-        unclaimed = [name for name in asked if name not in self._claimed]
-
-        def claim(pipe: Any) -> None:
-            for name in unclaimed:
-                pipe.set(redis_keys.counted_request(*name), b"1", nx=True, ex=REQUEST_SECONDS)
-
-        answers = await self.redis.pipeline(claim) if unclaimed else []
-        self._claimed.update(name for name, first in zip(unclaimed, answers, strict=True) if first)
-        return fresh + [event for name, event in asked.items() if name in self._claimed]
+    def _seal(self, *, goodbye: bool) -> ScriptCall:
+        """Take what waits out of the queues and into one flush, which from now on never changes."""
+        asked = [self._asked.popleft() for _ in range(min(len(self._asked), ASKED_PER_FLUSH))]
+        sums, self._sums = self._sums, Counter()
+        self._number += 1
+        return _flush_call(self.process, self._number, self.flush_seconds, sums, asked, goodbye=goodbye)
 
 
-def _queue_increments(pipe: Any, sums: Mapping[tuple[int, int], Mapping[str, int]]) -> None:
+def _flush_call(
+    process: str,
+    number: int,
+    interval: float,
+    sums: Mapping[Key, int],
+    asked: Sequence[CountedLookup],
+    *,
+    goodbye: bool,
+) -> ScriptCall:
+    """Return the run of `flush_counts` that adds `sums`, and those of `asked` that nobody counted before."""
+    buckets: dict[tuple[int, int], int] = {}
+    rows: dict[str, tuple[int, str]] = {}
+
+    def places(at: int) -> list[int]:
+        spans = [(step, at // step * step) for step, _ in RESOLUTIONS]
+        return [buckets.setdefault(span, len(buckets) + 1) for span in spans]
+
+    def flat(items: Sequence[tuple[Key, int]]) -> list[int]:
+        found: list[int] = []
+        for (_, row, other), pages in items:
+            found += (rows.setdefault(row, (len(rows) + 1, other))[0], pages)
+        return found
+
+    starts = itertools.groupby(sorted(sums.items()), key=lambda item: item[0][0])
+    counts = [(places(at), flat(list(items))) for at, items in starts]
+    claims = [(i, places(int(e.at)), flat(_sums_of(e))) for i, e in enumerate(asked, 1)]
     kept = dict(RESOLUTIONS)
-    for (step, start), fields in sums.items():
-        key = redis_keys.hits(step, start)
-        for name, pages in fields.items():
-            pipe.hincrby(key, name, pages)
-        pipe.expire(key, kept[step] + step)
+    plan = {
+        "process": process,
+        "number": number,
+        "interval_ms": int(interval * 1000),
+        "goodbye": goodbye,
+        "silent_ms": int(max(SILENT_SECONDS, 10 * interval) * 1000),
+        "buckets": len(buckets),
+        "ttl": [kept[step] + step for step, _ in buckets],
+        "rows": list(rows),
+        "others": [other for _, other in rows.values()],
+        "counts": counts,
+        "asked": claims,
+        "request_s": REQUEST_SECONDS,
+        "max_rows": MAX_ROWS,
+        "max_gaps": MAX_GAPS,
+        "gap_ms": GAP_SECONDS * 1000,
+    }
+    keys: list[str | bytes] = [redis_keys.COUNTING, redis_keys.COUNTING_GAPS]
+    keys += [redis_keys.hits(step, start) for step, start in buckets]
+    keys += [redis_keys.counted_request(e.source.tenant, e.request_id or "") for e in asked]
+    return ScriptCall("flush_counts", keys, [msgspec.msgpack.encode(plan)])
 
 
-def _field(source: Source, pool: str, metric: str) -> str:
+def _sums_of(event: CountedLookup | CountedPages) -> list[tuple[Key, int]]:
+    finest = RESOLUTIONS[0][0]
+    at = int(event.at) // finest * finest
+    return [
+        ((at, _row(event.source, pool, metric), _other_row(event.source, pool, metric)), pages)
+        for pool, metric, pages in event.increments()
+    ]
+
+
+def _row(source: Source, pool: str, metric: str) -> str:
     return json.dumps([source.tenant, source.namespace, source.model, source.engine, pool, metric])
 
 
-def _parse_field(raw: bytes) -> tuple[dict[str, str], str]:
-    *labels, metric = json.loads(raw)
-    return dict(zip(LABELS, labels, strict=True)), metric
-
-
-def _wanted(labels: Mapping[str, str], by: Sequence[str], tenant: str | None) -> bool:
-    if tenant is not None and labels["tenant"] != tenant:
-        return False
-    return (labels["pool"] != WHOLE_PREFIX) == ("pool" in by)
-
-
-def _resolution(window: int, step: int, by: Sequence[str]) -> int:
-    errors = [
-        FieldError("by", "unknown", f"has {name!r}, use {', '.join(LABELS)}")
-        for name in by
-        if name not in LABELS
-    ]
-    fitting = [base for base, kept in RESOLUTIONS if step > 0 and step % base == 0 and window <= kept]
-    if not fitting:
-        listed = ", ".join(f"multiples of {b} s for windows up to {kept} s" for b, kept in RESOLUTIONS)
-        errors.append(
-            FieldError("step", "not_kept", f"is {step} s over a window of {window} s; kept are {listed}")
-        )
-    elif window // step > MAX_BUCKETS:
-        errors.append(FieldError("window", "too_long", f"has {window // step} steps, at most {MAX_BUCKETS}"))
-    if errors:
-        raise InvalidInput("these hit rates are not kept", errors)
-    return fitting[0]
-
-
-def _row(
-    by: Sequence[str], key: tuple[str, ...], metrics: Mapping[str, list[int]], buckets: int
-) -> dict[str, Any]:
-    zeros = [0] * buckets
-    row: dict[str, Any] = {"labels": dict(zip(by, key, strict=True))}
-    row.update({name: metrics.get(name, zeros) for name in METRICS})
-    row["misses"] = {n.removeprefix("miss:"): v for n, v in metrics.items() if n.startswith("miss:")}
-    return row
+def _other_row(source: Source, pool: str, metric: str) -> str:
+    """Return what counts in a row's place: of the same tenant, and still a pool or the whole prefix."""
+    return _row(Source(source.tenant, OTHER, OTHER, OTHER), pool and OTHER, metric)

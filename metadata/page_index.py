@@ -10,23 +10,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from metadata import redis_keys
+from metadata import page_wire, redis_keys
 from metadata.hit_policy import Restorable, dead_end, restorable
+from metadata.page_claims import (
+    AnchorShards,
+    BoolArray,
+    Claim,
+    CommitPart,
+    Committed,
+    Lost,
+    Note,
+)
+from metadata.page_wire import Bytes
 from metadata.pools import HitPolicy
-from metadata.redis_server import RedisServer, ScriptCall
+from metadata.redis_node import Command
+from metadata.redis_server import RedisServer, ScriptCall, pairs
 from metadata.shard_bitmap import shard_bitmap, shards_in
 
 CHUNKS: Final = (64, 256, 1024, 4096)
 PAGES_PER_SCRIPT: Final = 512
-_VALUE_BYTES: Final = 9
-
-BoolArray = NDArray[np.bool_]
+SICK_REASONS: Final = frozenset({"gone", "timeout"})
+"""Why bytes could not be read although a store may go on saying that they exist (T2's negative entry)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +46,12 @@ class IndexSettings:
     Attributes:
         companion_seconds: of a shard bitmap, and of the generation of a page without claims.
         note_seconds: of the note that a cleared claim leaves for explain.
+        negative_seconds: of a negative entry; 0 for none.
     """
 
     companion_seconds: int = 3600
     note_seconds: int = 3600
+    negative_seconds: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,79 +69,6 @@ class Found:
     presence: Mapping[str, BoolArray]
     generations: bytes
     pages_read: int
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Pages of one pool variant that a rank has stored.
-
-    Attributes:
-        pool: name, for the answer.
-        bit: the variant's bit.
-        shard_count: shards of the variant.
-        shards: the shards that were stored.
-        pages: bool over the call's pages.
-        guarded: whether the pool waits for the anchor (O2).
-    """
-
-    pool: str
-    bit: int
-    shard_count: int
-    shards: tuple[int, ...]
-    pages: BoolArray
-    guarded: bool
-
-
-@dataclass(frozen=True, slots=True)
-class AnchorShards:
-    """Shards of an anchor's variant that the committing rank owns."""
-
-    bit: int
-    shard_count: int
-    shards: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What a commit did.
-
-    Attributes:
-        committed: pages with at least one pool accepted.
-        complete: pages whose named pools now have all shards.
-        rejected: (page, pool) that waited for an anchor that is not stored.
-    """
-
-    committed: int
-    complete: int
-    rejected: list[tuple[int, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Pages of one pool variant that could not be read.
-
-    Attributes:
-        bit: the variant's bit.
-        shard_count: shards of the variant.
-        shards: the shards that failed.
-        pages: bool over the call's pages.
-        reason: as the note will say it (`gone`, `size_mismatch`, `timeout`, `checksum`, ...).
-    """
-
-    bit: int
-    shard_count: int
-    shards: tuple[int, ...]
-    pages: BoolArray
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Why and when a claim was cleared."""
-
-    reason: str
-    at: int
-    shards: list[int]
 
 
 class PageIndex:
@@ -158,22 +97,40 @@ class PageIndex:
             prefix_hashes: pages right before `first_page`, for windows that reach there.
         """
         policies = {name: policy for name, (_, policy) in pools.items()}
-        keys = redis_keys.pages(namespace_id, page_hashes)
-        total = len(keys)
-        values = np.zeros((total, _VALUE_BYTES), np.uint8)
+        hashes = page_wire.hash_rows(page_hashes)
+        total = len(hashes)
+        values = np.zeros((total, page_wire.VALUE_BYTES), np.uint8)
         read = 0
         for size in _chunk_sizes(total):
-            values[read : read + size] = _as_rows(await self._redis.values(keys[read : read + size]))
+            values[read : read + size] = await self._values(namespace_id, hashes[read : read + size])
             read += size
-            if dead_end(_presence(values[:read], pools), policies, queried_pages=total) is not None:
+            if (
+                read < total
+                and dead_end(_presence(values[:read], pools), policies, queried_pages=total) is not None
+            ):
                 break
         presence = _presence(values, pools)
         prefix = None
         if prefix_hashes:
-            rows = _as_rows(await self._redis.values(redis_keys.pages(namespace_id, prefix_hashes)))
-            prefix = _presence(rows, pools)
+            prefix = _presence(await self._values(namespace_id, page_wire.hash_rows(prefix_hashes)), pools)
         result = restorable(presence, policies, first_page=first_page, prefix_presence=prefix)
         return Found(result, presence, values[:, 0].tobytes(), read)
+
+    async def _values(self, namespace_id: str, hashes: Bytes) -> Bytes:
+        """Return the pages' values as rows: one MGET, or on a cluster one a bucket."""
+        if not self._redis.by_slot:
+            (found,) = await self._redis.send([Command((), b"", page_wire.mget(namespace_id, hashes))])
+            return page_wire.value_rows(found)
+        rows = np.zeros((len(hashes), page_wire.VALUE_BYTES), np.uint8)
+        groups = list(page_wire.by_bucket(hashes))
+        keys = [redis_keys.claims(namespace_id, int(hashes[g[0], 0]) % redis_keys.BUCKETS) for g in groups]
+        commands = [
+            Command((), key, page_wire.mget(namespace_id, hashes[g]))
+            for key, g in zip(keys, groups, strict=True)
+        ]
+        for group, found in zip(groups, await self._redis.send(commands), strict=True):
+            rows[group] = page_wire.value_rows(found)
+        return rows
 
     async def commit(
         self,
@@ -190,28 +147,21 @@ class PageIndex:
             claims: what is stored.
             anchors: what must be stored before a guarded claim counts; empty for a rank that owns no anchor.
         """
-        calls: list[ScriptCall] = []
-        at: list[tuple[NDArray[np.int64], list[str]]] = []
+        parts: list[CommitPart] = []
         for pages, members in _by_signature([c.pages for c in claims]):
             named = [claims[m] for m in members]
-            guarded = [c.pool for c in named if c.guarded]
-            plan = self._commit_plan(named, anchors if guarded else ())
-            for part in _slices(pages):
-                hashes = [page_hashes[i] for i in part]
-                keys = [
-                    *redis_keys.pages(namespace_id, hashes),
-                    *redis_keys.companions(namespace_id, hashes),
-                    redis_keys.claims(namespace_id, redis_keys.bucket(hashes[0])),
-                ]
-                calls.append(ScriptCall("commit_pages", keys, plan))
-                at.append((part, guarded))
-        committed, complete = 0, 0
-        rejected: list[tuple[int, str]] = []
-        for (part, guarded), answer in zip(at, await self._redis.run_all(calls), strict=True):
-            committed += answer[0]
-            complete += answer[1]
-            rejected += [(int(part[i]), pool) for i in answer[2] for pool in guarded]
-        return Committed(committed, complete, sorted(rejected))
+            waits_for = anchors if any(c.guarded for c in named) else ()
+            parts += [CommitPart(cut, named, waits_for) for cut in self._parts(page_hashes, pages)]
+        done = Committed(0, 0, [])
+        while parts:
+            calls = [self._commit_call(namespace_id, page_hashes, part) for part in parts]
+            again: list[CommitPart] = []
+            for part, answer in zip(parts, await self._redis.run_all(calls), strict=True):
+                done = part.add(done, answer)
+                if answer[4]:
+                    again.append(part.with_notes(answer[4]))
+            parts = again
+        return Committed(done.committed, done.complete, sorted(done.rejected))
 
     async def clear(
         self, namespace_id: str, page_hashes: Sequence[bytes], lost: Sequence[Lost], generations: bytes | None
@@ -228,18 +178,23 @@ class PageIndex:
             Claims cleared, and pages left alone because their generation was another.
         """
         calls: list[ScriptCall] = []
+        negative_ms = int(self._settings.negative_seconds * 1000)
         for pages, members in _by_signature([item.pages for item in lost]):
             named = [lost[m] for m in members]
             plan = msgspec.msgpack.encode(
                 {
-                    "claims": [(c.bit, c.shard_count, 3 + i, c.reason) for i, c in enumerate(named)],
+                    "claims": [
+                        (c.bit, c.shard_count, 3 + i, c.reason, c.reason in SICK_REASONS)
+                        for i, c in enumerate(named)
+                    ],
                     "fenced": generations is not None,
-                    "forget_ms": self._settings.companion_seconds * 1000,
-                    "note_ms": self._settings.note_seconds * 1000,
+                    "forget_ms": max(self._settings.companion_seconds * 1000, negative_ms),
+                    "note_ms": max(self._settings.note_seconds * 1000, negative_ms),
+                    "negative_ms": negative_ms,
                 }
             )
             bitmaps = [shard_bitmap(c.shards, c.shard_count) for c in named]
-            for part in _slices(pages):
+            for part in self._parts(page_hashes, pages):
                 hashes = [page_hashes[i] for i in part]
                 keys = [
                     *redis_keys.pages(namespace_id, hashes),
@@ -256,8 +211,8 @@ class PageIndex:
         """Return how many pages each bit claims."""
         keys = [redis_keys.claims(namespace_id, b) for b in range(redis_keys.BUCKETS)]
         sums: Counter[int] = Counter()
-        for counts in await self._redis.pipeline(lambda pipe: [pipe.hgetall(key) for key in keys]):
-            sums.update({int(bit): int(pages) for bit, pages in counts.items()})
+        for counts in await self._redis.commands([("HGETALL", key) for key in keys]):
+            sums.update({int(bit): int(pages) for bit, pages in pairs(counts).items()})
         return dict(sums)
 
     async def note(self, namespace_id: str, page_hash: bytes, bit: int) -> tuple[Note | None, list[int]]:
@@ -265,32 +220,31 @@ class PageIndex:
         (note_key,) = redis_keys.notes(namespace_id, [page_hash])
         (companion,) = redis_keys.companions(namespace_id, [page_hash])
 
-        def ask(pipe: Any) -> None:
-            pipe.hget(note_key, str(bit))
-            pipe.hget(companion, str(bit))
-
-        raw, bitmap = await self._redis.pipeline(ask)
+        raw, bitmap = await self._redis.commands(
+            [("HGET", note_key, str(bit)), ("HGET", companion, str(bit))]
+        )
         note = None
         if raw is not None:
             reason, when, shards = raw.split(b" ", 2)
             note = Note(reason.decode(), int(when), shards_in(shards))
         return note, shards_in(bitmap or b"")
 
-    def _commit_plan(self, claims: Sequence[Claim], anchors: Sequence[AnchorShards]) -> list[bytes]:
-        """Return the arguments of `commit_pages` for pages that all have these claims."""
-        whole = [c for c in claims if len(c.shards) == c.shard_count]
-        partial = [c for c in claims if len(c.shards) < c.shard_count]
-        sharded: list[Claim | AnchorShards] = [*partial, *anchors]
-        places = range(2, 2 + len(sharded))
-        plan = {
-            "bits": [c.bit for c in whole],
-            "partial": [(c.bit, c.shard_count, at) for c, at in zip(partial, places, strict=False)],
-            "anchors": [(a.bit, at) for a, at in zip(anchors, places[len(partial) :], strict=True)],
-            "guarded": {c.bit: True for c in claims if c.guarded},
-            "sharded": any(c.shard_count > 1 for c in whole),
-            "companion_ms": self._settings.companion_seconds * 1000,
-        }
-        return [msgspec.msgpack.encode(plan), *(shard_bitmap(c.shards, c.shard_count) for c in sharded)]
+    def _commit_call(self, namespace_id: str, page_hashes: Sequence[bytes], part: CommitPart) -> ScriptCall:
+        hashes = [page_hashes[i] for i in part.pages]
+        families = (redis_keys.pages, redis_keys.companions, redis_keys.notes)[: part.kinds]
+        keys = [key for family in families for key in family(namespace_id, hashes)]
+        keys.append(redis_keys.claims(namespace_id, redis_keys.bucket(hashes[0])))
+        return ScriptCall("commit_pages", keys, part.plan(self._settings.companion_seconds * 1000))
+
+    def _parts(self, page_hashes: Sequence[bytes], pages: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Cut pages into what one script takes: on a cluster, pages of one bucket."""
+        groups: list[NDArray[np.int64]] = [pages]
+        if self._redis.by_slot:
+            hashes = page_wire.hash_rows([page_hashes[i] for i in pages])
+            groups = [pages[group] for group in page_wire.by_bucket(hashes)]
+        for group in groups:
+            for start in range(0, len(group), PAGES_PER_SCRIPT):
+                yield group[start : start + PAGES_PER_SCRIPT]
 
 
 def _chunk_sizes(total: int) -> Iterator[int]:
@@ -300,12 +254,6 @@ def _chunk_sizes(total: int) -> Iterator[int]:
         yield size
         left -= size
         step += 1
-
-
-def _as_rows(values: Sequence[bytes | None]) -> NDArray[np.uint8]:
-    """Return the pages' values as rows of nine bytes, absent and short ones filled with zeros."""
-    padded = b"".join([(v or b"").ljust(_VALUE_BYTES, b"\0") for v in values])
-    return np.frombuffer(padded, np.uint8).reshape(len(values), _VALUE_BYTES)
 
 
 def _presence(rows: NDArray[np.uint8], pools: Mapping[str, tuple[int, HitPolicy]]) -> dict[str, BoolArray]:
@@ -323,8 +271,3 @@ def _by_signature(masks: Sequence[BoolArray]) -> Iterator[tuple[NDArray[np.int64
         members = [m for m, mask in enumerate(masks) if mask[pages[0]]]
         if members:
             yield pages, members
-
-
-def _slices(pages: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    for start in range(0, len(pages), PAGES_PER_SCRIPT):
-        yield pages[start : start + PAGES_PER_SCRIPT]

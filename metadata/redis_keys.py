@@ -6,13 +6,23 @@ only printable characters: raw hash bytes inside braces may contain `}` and spli
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Final
 
 SCHEMA_VERSION: Final = "1"
 SCHEMA: Final = "ct:schema"
+OPEN_JOBS: Final = "ct:jobs"
 NAMESPACES: Final = "ct:namespaces"
+"""All namespaces, for the sweep."""
+
+COUNTING: Final = "ct:{hits}:processes"
+"""Processes that count: process -> number and time of its last flush, and its interval."""
+
+COUNTING_GAPS: Final = "ct:{hits}:gaps"
+"""The same of processes that went silent without a goodbye."""
+
 BUCKETS: Final = 64
 
 
@@ -21,9 +31,20 @@ def bucket(page_hash: bytes) -> int:
     return page_hash[0] % BUCKETS
 
 
+def page_prefix(namespace_id: str) -> tuple[bytes, bytes]:
+    """Return what stands before and after the two digits of the bucket in a page's key."""
+    return f"ct:{{{namespace_id}:".encode(), b"}:p:"
+
+
 def _page_family(namespace_id: str, kind: str, page_hashes: Sequence[bytes]) -> list[bytes]:
-    prefixes = [f"ct:{{{namespace_id}:{b:02d}}}:{kind}:".encode() for b in range(BUCKETS)]
-    return [prefixes[h[0] % BUCKETS] + h for h in page_hashes]
+    prefixes = _prefixes(namespace_id, kind)
+    return [prefixes[h[0]] + h for h in page_hashes]
+
+
+@functools.lru_cache(maxsize=256)
+def _prefixes(namespace_id: str, kind: str) -> list[bytes]:
+    """Return what stands before the hash, by its first byte."""
+    return [f"ct:{{{namespace_id}:{b % BUCKETS:02d}}}:{kind}:".encode() for b in range(256)]
 
 
 def pages(namespace_id: str, page_hashes: Sequence[bytes]) -> list[bytes]:
@@ -61,13 +82,23 @@ def shards(namespace_id: str) -> str:
     return f"ct:{{{namespace_id}}}:shards"
 
 
-def members(namespace_id: str, pool_id: str) -> str:
-    """Return the key of the set of engines that registered a pool variant."""
-    return f"ct:{{{namespace_id}}}:members:{pool_id}"
+def members(namespace_id: str) -> str:
+    """Return the key of a namespace's registered ranks: `engine/rank` by the end of their lease."""
+    return f"ct:{{{namespace_id}}}:members"
+
+
+def member_pools(namespace_id: str) -> str:
+    """Return the key of those ranks' pools: `engine/rank` -> incarnation and pool ids."""
+    return f"ct:{{{namespace_id}}}:member-pools"
+
+
+def namespaces(tenant: str) -> str:
+    """Return the key of a tenant's namespace ids, in the order of their letters."""
+    return f"ct:namespaces:{_digest(tenant)}"
 
 
 def engines(tenant: str) -> str:
-    """Return the key of the set of a tenant's engine ids."""
+    """Return the key of a tenant's engine ids, in the order of their letters."""
     return f"ct:engines:{_digest(tenant)}"
 
 
@@ -82,13 +113,32 @@ def retired(tenant: str, engine_id: str) -> str:
 
 
 def hits(step: int, start: int) -> str:
-    """Return the key of the hit counters of one time bucket."""
-    return f"ct:hits:{step}:{start}"
+    """Return the key of the hit counters of one time bucket.
+
+    All counters share one slot, so that a flush is one step over all of them.
+    """
+    return f"ct:{{hits}}:{step}:{start}"
 
 
-def counted_request(tenant: str, request_id: str) -> str:
-    """Return the key that remembers that a lookup was counted."""
-    return f"ct:counted:{_digest(tenant)}:{hashlib.sha256(request_id.encode()).hexdigest()[:32]}"
+def counted_request(tenant: str, request_id: str) -> bytes:
+    """Return the key that remembers that a lookup was counted; raw and short, for there may be many."""
+    named = hashlib.sha256(f"{_digest(tenant)} {request_id}".encode()).digest()
+    return b"ct:{hits}:r:" + named[:16]
+
+
+def namespace_keys_pattern(namespace_id: str) -> str:
+    """Return the pattern that all keys of a namespace's pages match, and no other key."""
+    return f"ct:{{{namespace_id}:*"
+
+
+def job(job_id: str) -> str:
+    """Return the key of a job's state."""
+    return f"ct:job:{job_id}"
+
+
+def job_lease(job_id: str) -> str:
+    """Return the key that exists while a process works on a job."""
+    return f"ct:job:{job_id}:lease"
 
 
 def _digest(tenant: str) -> str:

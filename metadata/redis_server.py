@@ -1,44 +1,53 @@
-"""The one place that talks to the Redis driver: deadlines, scripts, and errors that become ours.
+"""The one door to Redis: commands, scripts, deadlines, and errors that become ours.
 
-Callers get values or a `RedisUnavailable`; nobody above catches a driver's exception.
+Callers get values or a `RedisUnavailable`; nobody above catches a driver's exception. Whatever is sent may be
+sent twice (a connection that dies while the answer travels), so every script here is safe to repeat.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.resources
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal
 
 from redis import exceptions as driver
-from redis.asyncio import Redis
-from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.commands.core import AsyncScript
 
-from metadata import redis_keys
-from metadata.errors import RedisUnavailable
+from metadata.circuit import CircuitSettings
+from metadata.redis_errors import translated
+from metadata.redis_fitness import Fitness, fitness
+from metadata.redis_node import Command, NodeSettings, Words
+from metadata.redis_topology import RedisTopology, topology
+from metadata.redis_url import parse_redis_url
 
 ScriptName = Literal[
-    "allocate_bits", "clear_claims", "commit_pages", "register_rank", "remove_rank", "renew_rank"
+    "allocate_bits",
+    "clear_claims",
+    "commit_pages",
+    "flush_counts",
+    "join_namespace",
+    "leave_namespace",
+    "register_rank",
+    "remove_rank",
+    "renew_rank",
 ]
 SCRIPT_NAMES: Final[tuple[ScriptName, ...]] = (
     "allocate_bits",
     "clear_claims",
     "commit_pages",
+    "flush_counts",
+    "join_namespace",
+    "leave_namespace",
     "register_rank",
     "remove_rank",
     "renew_rank",
 )
-_NO_EVICTION: Final = "noeviction"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """One run of one script."""
+    """One run of one script; all `keys` lie in one slot."""
 
     script: ScriptName
     keys: Sequence[str | bytes]
@@ -50,118 +59,136 @@ class RedisSettings:
     """How to reach Redis.
 
     Attributes:
-        url: `redis://[:password@]host:port/db`.
-        connect_seconds: deadline of a connection attempt.
-        command_seconds: deadline of one command or pipeline.
-        max_connections: bound of the pool; a caller beyond it waits up to `command_seconds`.
+        url: one of the forms of `metadata.redis_url`.
+        connect_seconds: deadline of a connection attempt, within `command_seconds`.
+        command_seconds: deadline of one row of commands on one node.
+        max_connections: bound of connections to one node; a caller beyond it waits up to `command_seconds`.
+        circuit: when to stop asking a node, and how often to look whether it is back.
     """
 
-    url: str
+    url: str = field(repr=False)
     connect_seconds: float = 0.5
     command_seconds: float = 1.0
     max_connections: int = 64
+    circuit: CircuitSettings = field(default_factory=CircuitSettings)
 
 
-@dataclass
 class RedisServer:
-    """A connected Redis (or Valkey) with caketin's scripts."""
+    """A Redis (or Valkey) with caketin's scripts: one server, a cluster, or what Sentinels call primary."""
 
-    client: Redis
-    _scripts: dict[ScriptName, AsyncScript] = field(default_factory=dict)
+    def __init__(self, there: RedisTopology) -> None:
+        self._there = there
+        self._scripts = {name: script_text(name) for name in SCRIPT_NAMES}
+        self._digests = {
+            name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+            for name, text in self._scripts.items()
+        }
 
     @classmethod
     def connect(cls, settings: RedisSettings) -> RedisServer:
-        """Return a server handle; connects on first use."""
-        client = Redis.from_url(
-            settings.url,
-            socket_connect_timeout=settings.connect_seconds,
-            socket_timeout=settings.command_seconds,
-            max_connections=settings.max_connections,
-            # One repeat, for a connection that died while idle. Every script is safe to repeat.
-            retry=Retry(NoBackoff(), 1),
+        """Return a handle; connects on first use.
+
+        Raises:
+            InvalidInput: the URL cannot be read.
+        """
+        node = NodeSettings(
+            settings.connect_seconds, settings.command_seconds, settings.max_connections, settings.circuit
         )
-        scripts = {name: client.register_script(script_text(name)) for name in SCRIPT_NAMES}
-        return cls(client, scripts)
+        return cls(topology(parse_redis_url(settings.url), node))
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether the keys of one command must lie in one slot: a cluster."""
+        return self._there.by_slot
 
     async def close(self) -> None:
         """Close all connections."""
-        await self.client.aclose()
+        await self._there.close()
 
     async def prepare(self) -> None:
-        """Check that this server is fit for an index that must not forget, and mark the schema version.
+        """Check that this Redis is fit for an index that must not forget, and mark the schema version.
 
         Raises:
             RedisUnavailable: unreachable, evicting, or holding another schema; the text says what to set.
         """
-        problem = await self.unfit()
-        if problem is not None:
-            raise RedisUnavailable(problem)
+        found = await self.fitness()
+        if found.problem is not None:
+            raise found.problem
+
+    async def fitness(self) -> Fitness:
+        """Return whether this Redis can be used, and what could not be checked."""
+        return await fitness(self._there)
 
     async def unfit(self) -> str | None:
-        """Return why this server cannot be used, as one sentence, or None."""
+        """Return why this Redis cannot be used, as one sentence, or None."""
+        problem = (await self.fitness()).problem
+        return problem.detail if problem is not None else None
 
-        async def ask() -> str | None:
-            policy = await self.client.config_get("maxmemory-policy")
-            value = _text(dict(policy).get("maxmemory-policy", _NO_EVICTION))
-            if value != _NO_EVICTION:
-                return (
-                    f"Redis has maxmemory-policy {value!r} and may drop parts of the index at any time: "
-                    f"set 'maxmemory-policy {_NO_EVICTION}'"
-                )
-            await self.client.set(redis_keys.SCHEMA, redis_keys.SCHEMA_VERSION, nx=True)
-            version = _text(await self.client.get(redis_keys.SCHEMA))
-            if version != redis_keys.SCHEMA_VERSION:
-                return (
-                    f"Redis holds caketin schema {version!r}, this is version {redis_keys.SCHEMA_VERSION!r}: "
-                    "use a database of its own, or the caketin version that wrote it"
-                )
-            return None
-
-        try:
-            return await translated(ask)
-        except RedisUnavailable as error:
-            return error.detail
+    def open_circuits(self) -> list[str]:
+        """Return the nodes that are not asked at present, as `host:port`; reads nothing over the network."""
+        return [node.name for node in self._there.known() if node.circuit.is_open]
 
     async def run(self, call: ScriptCall) -> Any:
-        """Run one script and return what it returns."""
-        return await translated(
-            lambda: self._scripts[call.script](keys=list(call.keys), args=list(call.args))
-        )
+        """Run one script and return what it returns.
+
+        Raises:
+            RedisUnavailable: it was not served, or nobody knows whether it was: it is safe to repeat.
+        """
+        return (await self.run_all([call]))[0]
 
     async def run_all(self, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Run several scripts in one round trip; each is atomic, the row of them is not."""
-        if len(calls) == 1:
-            return [await self.run(calls[0])]
+        """Run several scripts in one round trip a node; each is atomic, the row of them is not.
 
-        async def go() -> list[Any]:
-            pipe = self.client.pipeline(transaction=False)
-            for call in calls:
-                await self._scripts[call.script](keys=list(call.keys), args=list(call.args), client=pipe)
-            return await pipe.execute()
+        Raises:
+            RedisUnavailable: at least one was not served, the others may have been: they are safe to repeat.
+        """
+        answers = await self._there.call([self._command(call, "EVALSHA") for call in calls])
+        unknown = [i for i, answer in enumerate(answers) if isinstance(answer, driver.NoScriptError)]
+        if unknown:
+            again = await self._there.call([self._command(calls[i], "EVAL") for i in unknown])
+            for i, answer in zip(unknown, again, strict=True):
+                answers[i] = answer
+        return _served(answers)
 
-        return await translated(go)
+    async def commands(self, commands: Sequence[Words]) -> list[Any]:
+        """Send plain commands, each with its key as first argument, in one round trip a node.
 
-    async def values(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Return the values of `keys`, None where there is none."""
-        return cast(list[bytes | None], await translated(lambda: self.client.mget(keys)))
+        Returns:
+            The answers as they come over the wire: a hash is a flat list of fields and values.
 
-    async def pipeline(self, fill: Callable[[Pipeline], object]) -> list[Any]:
-        """Send what `fill` queues in one round trip and return the answers."""
+        Raises:
+            RedisUnavailable: at least one was not served.
+        """
+        return await self.send([Command(words, _bytes(words[1])) for words in commands])
 
-        async def go() -> list[Any]:
-            pipe = self.client.pipeline(transaction=False)
-            fill(pipe)
-            return await pipe.execute()
+    async def send(self, commands: Sequence[Command]) -> list[Any]:
+        """Send commands that are made already.
 
-        return await translated(go)
+        Raises:
+            RedisUnavailable: at least one was not served.
+        """
+        return _served(await self._there.call(commands)) if commands else []
 
+    async def scan(self, pattern: str, step: int) -> AsyncIterator[list[bytes]]:
+        """Give the keys that match a pattern, some at a time; `step` keys are looked at in one command.
 
-async def translated(call: Callable[[], Awaitable[T]]) -> T:
-    """Await `call()`; a driver's error becomes `RedisUnavailable`."""
-    try:
-        return await call()
-    except (driver.RedisError, OSError, TimeoutError) as error:
-        raise RedisUnavailable(f"Redis did not serve the call: {type(error).__name__}: {error}") from error
+        Raises:
+            RedisUnavailable: a step was not served.
+        """
+        for node in await self._there.nodes():
+            cursor = b"0"
+            while True:
+                words = ("SCAN", cursor, "MATCH", pattern, "COUNT", step)
+                cursor, keys = _served(await node.call([Command(words)]))[0]
+                if keys:
+                    yield keys
+                if cursor == b"0":
+                    break
+
+    def _command(self, call: ScriptCall, verb: Literal["EVAL", "EVALSHA"]) -> Command:
+        what = self._digests[call.script] if verb == "EVALSHA" else self._scripts[call.script]
+        words = (verb, what, len(call.keys), *call.keys, *call.args)
+        return Command(words, _bytes(call.keys[0]))
 
 
 def script_text(name: ScriptName) -> str:
@@ -169,5 +196,17 @@ def script_text(name: ScriptName) -> str:
     return importlib.resources.files("metadata").joinpath("scripts", f"{name}.lua").read_text("utf-8")
 
 
-def _text(value: object) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    """Return a hash that came over the wire as a flat list."""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _served(answers: list[Any]) -> list[Any]:
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise translated(answer) from answer
+    return answers
+
+
+def _bytes(value: str | bytes | int) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()

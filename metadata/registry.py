@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from metadata import object_keys, redis_keys
 from metadata.errors import (
@@ -19,42 +19,36 @@ from metadata.errors import (
     PoolChanged,
     RedisUnavailable,
     StaleIncarnation,
-    UnknownEngine,
-    UnknownNamespace,
     UnknownRank,
 )
-from metadata.namespace import Namespace
-from metadata.pool_json import rank_pool_from_json, rank_pool_to_json, spec_differences
+from metadata.pool_json import rank_pool_to_json, spec_differences
 from metadata.pools import MAX_POOL_VARIANTS, RankPool, validate_pool_set
 from metadata.redis_server import RedisServer, ScriptCall
 from metadata.registered import (
-    NamespaceView,
     RankRecord,
     Registered,
     RegisteredPool,
     Registration,
-    Variant,
     read_rank_record,
 )
+from metadata.registry_reader import RegistryReader
 from metadata.shard_bitmap import shard_bitmap
 
 RETIRED_SECONDS: Final = 86_400
-VIEW_SECONDS: Final = 1.0
+"""How long a replaced incarnation, and a rank whose lease ended, is remembered."""
+
+MAX_RETIRED: Final = 16_384
+"""Most replaced incarnations of one engine: the newest are kept."""
+
 _ATTEMPTS: Final = 8
 
 
-class Registry:
-    """Namespaces, engines and ranks.
-
-    Views are cached for a second; a call that meets something unknown reads again before it says so.
-    """
+class Registry(RegistryReader):
+    """Namespaces, engines and ranks, to read and to write."""
 
     def __init__(self, redis: RedisServer, *, lease_seconds: int = 30) -> None:
-        self._redis = redis
+        super().__init__(redis)
         self.lease_seconds = lease_seconds
-        self._views: dict[str, tuple[float, NamespaceView]] = {}
-        self._ranks: dict[tuple[str, str, str], tuple[float, RankRecord]] = {}
-        self._engines: dict[tuple[str, str], tuple[float, list[RankRecord]]] = {}
 
     async def register(self, registration: Registration) -> Registered:
         """Register a rank, or renew it with the same or more pools.
@@ -72,7 +66,7 @@ class Registry:
             seen = await self._fence(tenant, r)
             bits = await self._allocate(r)
             args = [r.rank, r.incarnation, seen, json.dumps(r.record())]
-            lease = [self.lease_seconds, RETIRED_SECONDS]
+            lease = [self.lease_seconds, RETIRED_SECONDS, MAX_RETIRED]
             answer = await self._redis.run(ScriptCall("register_rank", keys, [*args, *lease]))
             if answer[0] == b"ok":
                 break
@@ -83,7 +77,9 @@ class Registry:
         self._ranks.pop((tenant, r.engine_id, r.rank), None)
         self._engines.pop((tenant, r.engine_id), None)
         self._views.pop(r.namespace.namespace_id, None)
-        engines = await self._join(r)
+        engines = await self._join(r, int(answer[3]))
+        if answer[4] not in {b"", r.namespace.namespace_id.encode()}:
+            await self._leave(r.engine_id, [r.rank.encode(), *answer[4:6]])
         pools = {
             p.spec.name: RegisteredPool(
                 p.spec.pool_id,
@@ -104,12 +100,14 @@ class Registry:
         """
         keys = [redis_keys.ranks(tenant, engine_id), redis_keys.retired(tenant, engine_id)]
         answer = await self._redis.run(
-            ScriptCall("renew_rank", keys, [rank, incarnation, epoch, self.lease_seconds])
+            ScriptCall("renew_rank", keys, [rank, incarnation, epoch, self.lease_seconds, RETIRED_SECONDS])
         )
-        if answer == b"stale":
+        if answer[0] == b"stale":
             raise _stale(engine_id, rank)
-        if answer == b"unknown":
+        if answer[0] == b"unknown":
             raise UnknownRank(f"rank {rank!r} of engine {engine_id!r} is not registered: register again")
+        members = redis_keys.members(answer[2].decode())
+        await self._redis.commands([("ZADD", members, "XX", int(answer[1]), f"{engine_id}/{rank}")])
         return self.lease_seconds
 
     async def remove(self, tenant: str, engine_id: str, rank: str = "", incarnation: str = "") -> None:
@@ -122,101 +120,20 @@ class Registry:
         answer = await self._redis.run(ScriptCall("remove_rank", keys, [rank, incarnation, RETIRED_SECONDS]))
         if answer[0] == b"stale":
             raise _stale(engine_id, rank)
+        await self._leave(engine_id, answer[2])
         if int(answer[1]) == 0:
-            await self._redis.pipeline(lambda p: p.srem(redis_keys.engines(tenant), engine_id))
+            await self._redis.commands([("ZREM", redis_keys.engines(tenant), engine_id)])
         self._ranks.clear()
         self._engines.pop((tenant, engine_id), None)
 
-    async def namespace(self, tenant: str, namespace_id: str, *, fresh: bool = False) -> NamespaceView:
-        """Return a namespace of this tenant.
-
-        Raises:
-            UnknownNamespace: nobody registered it, or it is another tenant's.
-        """
-        cached = self._views.get(namespace_id)
-        now = time.monotonic()
-        if cached is None or fresh or cached[0] < now:
-            view = await self._read_namespace(namespace_id)
-            if view is not None:
-                cached = self._views[namespace_id] = (now + VIEW_SECONDS, view)
-            else:
-                cached = None
-        if cached is None or cached[1].identity.tenant != tenant:
-            raise UnknownNamespace(f"no engine registered namespace {namespace_id!r}")
-        return cached[1]
-
-    async def namespaces(self, tenant: str) -> list[NamespaceView]:
-        """Return all namespaces of a tenant."""
-        (ids,) = await self._redis.pipeline(lambda p: p.smembers(redis_keys.NAMESPACES))
-        views = [await self._read_namespace(i.decode()) for i in sorted(ids)]
-        return [v for v in views if v is not None and v.identity.tenant == tenant]
-
-    async def members(self, view: NamespaceView) -> dict[str, set[str]]:
-        """Return the engines that registered each pool variant, by pool id."""
-        ids = sorted(view.variants)
-        answers = await self._redis.pipeline(
-            lambda p: [p.smembers(redis_keys.members(view.namespace_id, i)) for i in ids]
-        )
-        return {i: {m.decode() for m in found} for i, found in zip(ids, answers, strict=True)}
-
-    async def engines(self, tenant: str) -> list[str]:
-        """Return the ids of a tenant's engines, sorted."""
-        (ids,) = await self._redis.pipeline(lambda p: p.smembers(redis_keys.engines(tenant)))
-        return sorted(i.decode() for i in ids)
-
-    async def engine(self, tenant: str, engine_id: str) -> list[RankRecord]:
-        """Return the ranks of an engine, sorted by rank.
-
-        Raises:
-            UnknownEngine: no rank of it is registered.
-        """
-        (raw,) = await self._redis.pipeline(lambda p: p.hgetall(redis_keys.ranks(tenant, engine_id)))
-        if not raw:
-            raise UnknownEngine(f"no rank of engine {engine_id!r} is registered")
-        return [read_rank_record(engine_id, k.decode(), json.loads(raw[k])) for k in sorted(raw)]
-
-    async def engine_cached(self, tenant: str, engine_id: str) -> list[RankRecord]:
-        """Return the ranks of an engine as they were at most a second ago.
-
-        Raises:
-            UnknownEngine: no rank of it is registered.
-        """
-        cached = self._engines.get((tenant, engine_id))
-        now = time.monotonic()
-        if cached is None or cached[0] < now:
-            cached = (now + VIEW_SECONDS, await self.engine(tenant, engine_id))
-            self._engines[tenant, engine_id] = cached
-        return cached[1]
-
-    async def rank(self, tenant: str, engine_id: str, rank: str, *, fresh: bool = False) -> RankRecord:
-        """Return one rank.
-
-        Raises:
-            UnknownEngine: no rank of the engine is registered.
-            UnknownRank: this rank is not registered.
-        """
-        key = (tenant, engine_id, rank)
-        cached = self._ranks.get(key)
-        now = time.monotonic()
-        if cached is not None and not fresh and cached[0] >= now:
-            return cached[1]
-        (raw,) = await self._redis.pipeline(lambda p: p.hget(redis_keys.ranks(tenant, engine_id), rank))
-        if raw is None:
-            await self.engine(tenant, engine_id)
-            raise UnknownRank(f"rank {rank!r} of engine {engine_id!r} is not registered: register again")
-        record = read_rank_record(engine_id, rank, json.loads(raw))
-        self._ranks[key] = (now + VIEW_SECONDS, record)
-        return record
-
     async def _fence(self, tenant: str, r: Registration) -> str:
         """Return what the rank's record is now; refuse a stale incarnation and changed pools."""
-        member = f"{r.rank}/{r.incarnation}"
-
-        def ask(pipe: Any) -> None:
-            pipe.hget(redis_keys.ranks(tenant, r.engine_id), r.rank)
-            pipe.zscore(redis_keys.retired(tenant, r.engine_id), member)
-
-        raw, retired = await self._redis.pipeline(ask)
+        raw, retired = await self._redis.commands(
+            [
+                ("HGET", redis_keys.ranks(tenant, r.engine_id), r.rank),
+                ("ZSCORE", redis_keys.retired(tenant, r.engine_id), f"{r.rank}/{r.incarnation}"),
+            ]
+        )
         if retired is not None:
             raise _stale(r.engine_id, r.rank)
         if raw is None:
@@ -250,36 +167,38 @@ class Registry:
             raise InvalidInput("pool ids collide", [FieldError("pools", "collision", detail)])
         return {p.spec.pool_id: int(b) for p, b in zip(r.pools, answer[1:], strict=True)}
 
-    async def _join(self, r: Registration) -> dict[str, int]:
-        ns = r.namespace.namespace_id
+    async def _join(self, r: Registration, lease_until: int) -> dict[str, int]:
+        """List the rank under its namespace and tenant; return how many engines have each of its pools."""
+        ns, tenant = r.namespace.namespace_id, r.namespace.tenant
         ids = [p.spec.pool_id for p in r.pools]
+        await self._redis.commands(
+            [
+                ("SADD", redis_keys.NAMESPACES, ns),
+                ("ZADD", redis_keys.namespaces(tenant), 0, ns),
+                ("ZADD", redis_keys.engines(tenant), 0, r.engine_id),
+            ]
+        )
+        keys = [redis_keys.members(ns), redis_keys.member_pools(ns)]
+        who: list[str | bytes | int] = [
+            f"{r.engine_id}/{r.rank}",
+            lease_until,
+            r.incarnation,
+            RETIRED_SECONDS,
+        ]
+        counts = await self._redis.run(ScriptCall("join_namespace", keys, [*who, *ids]))
+        return dict(zip(ids, (int(n) for n in counts), strict=True))
 
-        def join(pipe: Any) -> None:
-            pipe.sadd(redis_keys.NAMESPACES, ns)
-            pipe.sadd(redis_keys.engines(r.namespace.tenant), r.engine_id)
-            for pool_id in ids:
-                pipe.sadd(redis_keys.members(ns, pool_id), r.engine_id)
-            for pool_id in ids:
-                pipe.scard(redis_keys.members(ns, pool_id))
-
-        answers = await self._redis.pipeline(join)
-        return dict(zip(ids, (int(n) for n in answers[-len(ids) :]), strict=True))
-
-    async def _read_namespace(self, namespace_id: str) -> NamespaceView | None:
-        def ask(pipe: Any) -> None:
-            pipe.get(redis_keys.namespace(namespace_id))
-            pipe.hgetall(redis_keys.variants(namespace_id))
-            pipe.hgetall(redis_keys.shards(namespace_id))
-
-        identity, variants, shards = await self._redis.pipeline(ask)
-        if identity is None:
-            return None
-        known: dict[str, Variant] = {}
-        for pool_id, raw in variants.items():
-            record = json.loads(raw)
-            spec = rank_pool_from_json(json.loads(record["pool"])).spec
-            known[pool_id.decode()] = Variant(spec, int(record["bit"]), shards.get(pool_id, b""))
-        return NamespaceView(Namespace.from_json(json.loads(identity)), known)
+    async def _leave(self, engine_id: str, removed: Sequence[bytes]) -> None:
+        """Take ranks off their namespaces' lists; `removed` holds rank, namespace, incarnation of each."""
+        by_namespace: dict[str, list[str | bytes | int]] = {}
+        for rank, ns, incarnation in zip(removed[::3], removed[1::3], removed[2::3], strict=True):
+            by_namespace.setdefault(ns.decode(), []).extend([f"{engine_id}/{rank.decode()}", incarnation])
+        calls = [
+            ScriptCall("leave_namespace", [redis_keys.members(ns), redis_keys.member_pools(ns)], words)
+            for ns, words in by_namespace.items()
+        ]
+        if calls:
+            await self._redis.run_all(calls)
 
 
 def _refuse_changes(old: RankRecord, new: Registration) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metadata.errors import FieldError, InvalidInput, UnknownPool
+from metadata.errors import FieldError, InvalidInput, UnknownPool, UnknownRank
 from metadata.hit_counters import CountedPages, HitCounters, Source
-from metadata.page_index import AnchorShards, Claim, Committed, Lost, PageIndex
+from metadata.page_claims import AnchorShards, Claim, Committed, Lost
+from metadata.page_index import PageIndex
 from metadata.page_runs import PageSet, runs_to_mask
 from metadata.pools import RankPool, anchor_pools
 from metadata.registered import NamespaceView, RankRecord
@@ -130,15 +131,16 @@ class StoredPages:
             raise InvalidInput("the rank is elsewhere", [FieldError("rank", "other_namespace", detail)])
         if any(p.spec.pool_id not in view.variants for p in record.pools):
             view = await self.registry.namespace(tenant, namespace_id, fresh=True)
+            if any(p.spec.pool_id not in view.variants for p in record.pools):  # purged since it registered
+                raise UnknownRank(f"rank {record.rank!r} of engine {record.engine_id!r} must register again")
         return view, record
 
 
 def _own_pool(record: RankRecord, name: str, item: PoolPages, field: str) -> RankPool:
     pool = record.pool(name)
     if pool is None:
-        raise UnknownPool(
-            f"rank {record.rank!r} of engine {record.engine_id!r} did not register pool {name!r}"
-        )
+        detail = f"rank {record.rank!r} of engine {record.engine_id!r} did not register pool {name!r}"
+        raise UnknownPool(detail, [FieldError(f"{field}.{name}", "unknown_pool", detail)])
     if pool.spec.logical:
         raise InvalidInput(
             "the pool has no bytes", [FieldError(f"{field}.{name}", "logical", "is logical and never stored")]

@@ -57,6 +57,13 @@ class HitSeries(Body):
     misses: dict[str, list[Count]]
 
 
+class HitGap(Body):
+    """When the counts of a control-plane process that was killed are missing, Unix seconds."""
+
+    start: Count
+    end: Count
+
+
 class HitRates(Body):
     """`GET /v1/hit-rates`; buckets are multiples of `step`, UTC."""
 
@@ -64,6 +71,7 @@ class HitRates(Body):
     step: Count
     partial_last: bool
     series: list[HitSeries]
+    gaps: list[HitGap]
 
 
 class Health(Body):

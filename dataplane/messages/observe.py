@@ -123,6 +123,13 @@ class HitSeries(Message, frozen=True, kw_only=True):
     misses: dict[str, list[Count]]
 
 
+class HitGap(Message, frozen=True, kw_only=True):
+    """When the counts of a control-plane process that was killed are missing, Unix seconds."""
+
+    start: Count
+    end: Count
+
+
 class HitRates(Message, frozen=True, kw_only=True):
     """`GET /v1/hit-rates`; buckets are multiples of `step`, UTC."""
 
@@ -130,6 +137,7 @@ class HitRates(Message, frozen=True, kw_only=True):
     step: Count
     partial_last: bool
     series: list[HitSeries]
+    gaps: list[HitGap] = []
 
 
 class Health(Message, frozen=True, kw_only=True):

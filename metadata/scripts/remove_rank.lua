@@ -2,19 +2,21 @@
 --
 -- KEYS[1] ranks; KEYS[2] retired incarnations
 -- ARGV: rank ('' for all), incarnation ('' for whichever), seconds that a retired incarnation is remembered
--- Returns {'ok', ranks left} or {'stale'}.
+-- Returns {'ok', ranks left, {rank, its namespace, its incarnation of each that was removed}} or {'stale'}.
 
 local now = tonumber(redis.call('TIME')[1])
-local function retire(rank, record)
-  redis.call('ZADD', KEYS[2], now, rank .. '/' .. record.incarnation)
-  redis.call('EXPIRE', KEYS[2], ARGV[3])
-  redis.call('HDEL', KEYS[1], rank)
-end
-
 local all = redis.call('HGETALL', KEYS[1])
+local removed = {}
 for i = 1, #all, 2 do
-  local record = cjson.decode(all[i + 1])
-  if all[i] == ARGV[1] and ARGV[2] ~= '' and record.incarnation ~= ARGV[2] then return {'stale'} end
-  if ARGV[1] == '' or all[i] == ARGV[1] then retire(all[i], record) end
+  local rank, record = all[i], cjson.decode(all[i + 1])
+  if ARGV[1] == '' or rank == ARGV[1] then
+    if ARGV[2] ~= '' and record.incarnation ~= ARGV[2] then return {'stale'} end
+    redis.call('ZADD', KEYS[2], now, rank .. '/' .. record.incarnation)
+    redis.call('HDEL', KEYS[1], rank)
+    removed[#removed + 1] = rank
+    removed[#removed + 1] = record.namespace_id
+    removed[#removed + 1] = record.incarnation
+  end
 end
-return {'ok', redis.call('HLEN', KEYS[1])}
+redis.call('EXPIRE', KEYS[2], ARGV[3])
+return {'ok', redis.call('HLEN', KEYS[1]), removed}

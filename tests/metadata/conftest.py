@@ -1,27 +1,43 @@
-"""A real Redis-compatible server, shared by the tests of a session, emptied before each."""
+"""Real servers of every kind, one of each per test process, emptied before each test."""
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
-import redis
 
-from caketin.embedded_redis import EmbeddedRedis
 from metadata.redis_server import RedisServer, RedisSettings
+from tests import redis_servers
+from tests.redis_servers import RedisStack
+
+_STARTED: dict[str, RedisStack] = {}
 
 
 @pytest.fixture(scope="session")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = EmbeddedRedis.start(Path(tmp_path_factory.mktemp("valkey")), appendonly=False)
-    yield server.url
-    server.stop()
+def redis_stacks() -> Iterator[dict[str, RedisStack]]:
+    """Every kind that a test of this session asked for."""
+    yield _STARTED
+    for stack in _STARTED.values():
+        stack.stop()
+    _STARTED.clear()
+
+
+@pytest.fixture(params=redis_servers.KINDS)
+def redis_stack(
+    request: pytest.FixtureRequest,
+    redis_stacks: dict[str, RedisStack],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> RedisStack:
+    """One kind of Redis, empty; a test that takes it runs on every kind."""
+    kind = request.param
+    if kind not in redis_stacks:
+        redis_stacks[kind] = redis_servers.start(kind, tmp_path_factory.mktemp(kind))
+    redis_stacks[kind].flush()
+    return redis_stacks[kind]
 
 
 @pytest.fixture
-async def redis_server(redis_url: str) -> AsyncIterator[RedisServer]:
-    with redis.Redis.from_url(redis_url) as plain:
-        plain.flushall()
-    server = RedisServer.connect(RedisSettings(redis_url))
+async def redis_server(redis_stack: RedisStack) -> AsyncIterator[RedisServer]:
+    """A connected handle on `redis_stack`."""
+    server = RedisServer.connect(RedisSettings(redis_stack.url))
     await server.prepare()
     yield server
     await server.close()
