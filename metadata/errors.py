@@ -111,6 +111,12 @@ class AmbiguousVariant(CaketinError):
     code = "ambiguous_variant"
 
 
+class QuotaExceeded(CaketinError):
+    """A commit would take the tenant beyond what it may claim; nothing of it was done."""
+
+    code = "quota_exceeded"
+
+
 class StaleIncarnation(CaketinError):
     """An older process life of this rank speaks; a newer one has registered."""
 

@@ -13,6 +13,8 @@ from metadata.page_claims import AnchorShards, Claim, Committed, Lost
 from metadata.page_index import PageIndex
 from metadata.page_runs import PageSet, runs_to_mask
 from metadata.pools import RankPool, anchor_pools
+from metadata.quota_rules import Amount
+from metadata.quotas import TenantQuotas
 from metadata.registered import NamespaceView, RankRecord
 from metadata.registry import Registry
 
@@ -39,6 +41,7 @@ class StoredPages:
     registry: Registry
     index: PageIndex
     counters: HitCounters
+    quotas: TenantQuotas | None = None
 
     async def commit(
         self,
@@ -61,16 +64,22 @@ class StoredPages:
             UnknownNamespace, UnknownEngine, UnknownRank: register first.
             UnknownPool: the rank did not register it.
             InvalidInput: a shard that the rank does not own, a pool without bytes, or pages outside the call.
+            QuotaExceeded: the tenant would claim more than it may; nothing is claimed.
         """
         view, record = await self._rank(tenant, namespace_id, who, stored)
         specs = record.specs
         anchors = anchor_pools(specs)
         claims: list[Claim] = []
+        any_pool, size = np.zeros(len(page_hashes), np.bool_), 0
         for name, item in stored.items():
             pool = _own_pool(record, name, item, "stored")
             mask = runs_to_mask(item.pages, len(page_hashes), field=f"stored.{name}.pages")
             bit, count = view.variants[pool.spec.pool_id].bit, pool.spec.shard_count
             claims.append(Claim(name, bit, count, item.shards, mask, guarded=name not in anchors))
+            any_pool |= mask
+            size += int(mask.sum()) * pool.spec.bytes_per_page * len(item.shards)
+        if self.quotas is not None:
+            await self.quotas.admit(tenant, Amount(int(any_pool.sum()), size))
         return await self.index.commit(
             namespace_id, page_hashes, claims, _anchor_shards(view, record, anchors)
         )
