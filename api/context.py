@@ -6,17 +6,24 @@ from dataclasses import dataclass
 from typing import Annotated, cast
 
 from fastapi import Depends, Request
+from structlog.contextvars import bind_contextvars
 
+from api.auth import Access, Caller
+from api.limits import RateLimiter
+from api.metrics import Metrics
+from api.purges import ObjectPurger, PurgeRunner
 from api.settings import Settings
+from api.token_file import open_token_file
 from metadata.hit_counters import HitCounters
+from metadata.page_explanation import PageExplainer
 from metadata.page_index import IndexSettings, PageIndex
 from metadata.prefix_lookup import PrefixLookup
+from metadata.purge_jobs import PurgeJobs
+from metadata.quota_rules import Quota
+from metadata.quotas import TenantQuotas
 from metadata.redis_server import RedisServer, RedisSettings
 from metadata.registry import Registry
 from metadata.stored_pages import StoredPages
-
-LOCAL_TENANT = "default"
-"""Whose data a server without tokens holds; such a server listens on loopback only."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,23 @@ class Context:
     counters: HitCounters
     lookups: PrefixLookup
     pages: StoredPages
+    purges: PurgeJobs
+    purge_runner: PurgeRunner
+    metrics: Metrics
+    access: Access
 
     @classmethod
-    def build(cls, settings: Settings) -> Context:
-        """Put the parts together; connects on first use."""
+    def build(cls, settings: Settings, purger: ObjectPurger | None = None) -> Context:
+        """Put the parts together; connects on first use.
+
+        Raises:
+            InvalidInput: the token file cannot be used.
+        """
+        access = Access(
+            open_token_file(settings.token_file),
+            RateLimiter(settings.calls_per_second, settings.calls_burst),
+            Quota(settings.tenant_max_pages or None, settings.tenant_max_bytes or None),
+        )
         redis = RedisServer.connect(
             RedisSettings(
                 settings.redis_url.get_secret_value(),
@@ -44,15 +64,24 @@ class Context:
         registry = Registry(redis, lease_seconds=settings.lease_seconds)
         index = PageIndex(redis, IndexSettings(settings.companion_seconds, settings.note_seconds))
         counters = HitCounters(redis, settings.flush_seconds)
+        purges = PurgeJobs(redis, registry, index)
         return cls(
             settings,
             redis,
             registry,
             index,
             counters,
-            PrefixLookup(registry, index, counters),
-            StoredPages(registry, index, counters),
+            PrefixLookup(registry, index, counters, PageExplainer(redis)),
+            StoredPages(registry, index, counters, TenantQuotas(registry, index, access.quota)),
+            purges,
+            PurgeRunner(purges, purger),
+            Metrics(),
+            access,
         )
+
+    def sample(self) -> None:
+        """Let the metrics take over the state of the parts."""
+        self.metrics.sample(self.counters, redis_up=not self.redis.open_circuits())
 
 
 def get_context(request: Request) -> Context:
@@ -60,10 +89,28 @@ def get_context(request: Request) -> Context:
     return cast(Context, request.app.state.context)
 
 
-def get_tenant() -> str:
-    """Return whose data the request may see."""
-    return LOCAL_TENANT
-
-
 ContextDep = Annotated[Context, Depends(get_context)]
+
+
+async def get_caller(request: Request, context: ContextDep) -> Caller:
+    """Return who calls; the whole application depends on it, so that no route is without.
+
+    Raises:
+        Unauthenticated, Forbidden, RateLimited: the call is refused.
+    """
+    route = getattr(request.scope.get("route"), "path", "")
+    caller = context.access.authorize(request.method, route, request.headers.getlist("authorization"))
+    if caller.token_id:
+        bind_contextvars(token_id=caller.token_id, tenant=caller.tenant)
+    return caller
+
+
+CallerDep = Annotated[Caller, Depends(get_caller)]
+
+
+async def get_tenant(caller: CallerDep) -> str:
+    """Return whose data the request may see: the token says it, never the body."""
+    return caller.tenant
+
+
 TenantDep = Annotated[str, Depends(get_tenant)]

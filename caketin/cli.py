@@ -12,15 +12,14 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import caketin
-from api.app import create_app
-from api.settings import Settings
 from caketin.child_process import ChildFailed
+from caketin.commands.ls import ls
+from caketin.commands.serve import serve
 from caketin.replay.driver import ReplaySettings, replay
 from caketin.replay.pool_sets import POOL_SETS
 from caketin.replay.report import Report
@@ -44,23 +43,8 @@ def main(version: Annotated[bool, typer.Option("--version", help="print the vers
         raise typer.Exit
 
 
-@app.command()
-def serve(
-    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
-    port: Annotated[int | None, typer.Option(help="port to listen on")] = None,
-    redis_url: Annotated[str | None, typer.Option(help="where Redis is")] = None,
-) -> None:
-    """Serve the control plane. All settings are CAKETIN_* variables; these flags win over them."""
-    given = {"host": host, "port": port, "redis_url": redis_url}
-    with _clear_errors():
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-    uvicorn.run(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        timeout_graceful_shutdown=10,
-    )
+app.command()(serve)
+app.command()(ls)
 
 
 @app.command()

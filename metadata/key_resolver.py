@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from metadata import object_keys
-from metadata.errors import AmbiguousVariant, UnknownPool
+from metadata.errors import AmbiguousVariant, FieldError, InvalidInput, UnknownPool
 from metadata.registered import NamespaceView, Variant
 from metadata.sglang_keys import SglangLayout
 
 PoolKeys: TypeAlias = tuple[str | None, list[list[str]]]
 """Pool id (None in scheme `sglang`), and one list of keys a page."""
+
+MAX_KEYS: Final = 131_072
+"""Keys of one answer: about 20 MB of JSON. Pages x shards x parts could be a thousand times that."""
 
 Choice: TypeAlias = tuple[str | None, Sequence[int] | None]
 """Pool id (None: the only variant of that name) and shards (None: all)."""
@@ -30,21 +33,36 @@ def resolve(
     Raises:
         UnknownPool: nobody registered the pool, or the pool id.
         AmbiguousVariant: the pool has several variants and no pool id is given.
-        InvalidInput: a shard that the pool does not have.
+        InvalidInput: a shard that the pool does not have, or more than `MAX_KEYS` keys.
     """
     if pools is None:
         pools = {v.spec.name: (None, None) for v in view.variants.values() if not v.spec.logical}
-    found: dict[str, PoolKeys] = {}
+    chosen: dict[str, tuple[str, list[str]]] = {}
     for name, (pool_id, shards) in pools.items():
         spec = choose_variant(view, name, pool_id).spec
         suffixes = object_keys.suffixes(spec, range(spec.shard_count) if shards is None else shards)
-        found[name] = (spec.pool_id, object_keys.object_keys(view.namespace_id, page_hashes, suffixes))
-    return found
+        chosen[name] = (spec.pool_id, suffixes)
+    _check_size(len(page_hashes), [suffixes for _, suffixes in chosen.values()])
+    return {
+        name: (pool_id, object_keys.object_keys(view.namespace_id, page_hashes, suffixes))
+        for name, (pool_id, suffixes) in chosen.items()
+    }
 
 
 def resolve_sglang(layout: SglangLayout, page_hashes: Sequence[bytes]) -> dict[str, PoolKeys]:
-    """Return the keys of pages as one rank of a stock SGLang engine writes them, by pool name."""
+    """Return the keys of pages as one rank of a stock SGLang engine writes them, by pool name.
+
+    Raises:
+        InvalidInput: more than `MAX_KEYS` keys.
+    """
+    _check_size(len(page_hashes), [layout.suffixes(p.name) for p in layout.pools])
     return {p.name: (None, layout.object_keys(p.name, page_hashes)) for p in layout.pools}
+
+
+def _check_size(pages: int, suffixes: Sequence[Sequence[str]]) -> None:
+    if pages * sum(map(len, suffixes)) > MAX_KEYS:
+        detail = f"the answer would have more than {MAX_KEYS} keys: name fewer pages, pools or shards"
+        raise InvalidInput("too many keys", [FieldError("page_hashes", "too_many_keys", detail)])
 
 
 def choose_variant(view: NamespaceView, name: str, pool_id: str | None) -> Variant:
@@ -65,10 +83,15 @@ def only_variant(view: NamespaceView, name: str, candidates: Sequence[Variant]) 
         AmbiguousVariant: there are several.
     """
     if not candidates:
-        raise UnknownPool(f"nobody registered pool {name!r} (of that id) in namespace {view.namespace_id!r}")
+        names = ", ".join(sorted({v.spec.name for v in view.variants.values()}))
+        detail = (
+            f"nobody registered pool {name!r} (of that id) in namespace {view.namespace_id}; it has {names}"
+        )
+        raise UnknownPool(detail, [FieldError(f"pools.{name}", "unknown_pool", detail)])
     if len(candidates) > 1:
         ids = ", ".join(v.spec.pool_id for v in candidates)
-        raise AmbiguousVariant(
+        detail = (
             f"pool {name!r} has several variants ({ids}): give pools.{name}.pool_id, or in a lookup engine_id"
         )
+        raise AmbiguousVariant(detail, [FieldError(f"pools.{name}", "ambiguous_variant", detail)])
     return candidates[0]

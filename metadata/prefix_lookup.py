@@ -10,19 +10,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from metadata.errors import FieldError, InvalidInput, RedisUnavailable
+from metadata.errors import FieldError, InvalidInput, RedisUnavailable, UnknownEngine, UnknownRank
 from metadata.hit_counters import CountedLookup, HitCounters, Source
 from metadata.hit_policy import Stop
 from metadata.key_resolver import only_variant
 from metadata.namespace import Namespace
+from metadata.page_explanation import ExplainedPage, PageExplainer, miss_reason
 from metadata.page_hash import page_hashes
 from metadata.page_index import Found, PageIndex
 from metadata.pools import ANCHOR, HitPolicy, PoolSpec, TrailingPages, anchor_pools, write_stages
 from metadata.registered import NamespaceView, Variant
 from metadata.registry import Registry
 
-_REASONS: Final = {"size_mismatch": "size_mismatch", "evicted": "evicted"}
-"""Note -> reason of a miss; every other note says that the bytes were lost."""
+EXPLAINED_PAGES: Final = 256
+"""Most pages that one lookup explains; those around the page where the prefix ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,12 @@ class LookupQuery:
         first_page: pages of the sequence before them.
         prefix_hashes: pages right before `first_page`.
         engine_id: whose pools gate; None: the namespace's only variant of each name.
+        rank: the asking rank of that engine, which must be registered; None does not say.
         pools: the sidecars that gate; None: all that are registered. The anchor always gates.
         min_pages: shorter prefixes are not worth a transfer.
         counted: whether it counts as a lookup (C1).
         request_id: counts once in ten minutes where given.
+        explain: whether the answer tells the state of each page and pool, of at most `EXPLAINED_PAGES`.
     """
 
     page_hashes: Sequence[bytes] | None = None
@@ -58,10 +61,12 @@ class LookupQuery:
     first_page: int = 0
     prefix_hashes: Sequence[bytes] = ()
     engine_id: str | None = None
+    rank: str | None = None
     pools: Mapping[str, PoolQuery] | None = None
     min_pages: int = 1
     counted: bool = True
     request_id: str | None = None
+    explain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class LookupAnswer:
     miss: MissReason | None
     page_size: int
     degraded: bool = False
+    explained: list[ExplainedPage] | None = None
 
     @property
     def hit_pages(self) -> int:
@@ -102,7 +108,7 @@ class LookupAnswer:
     def degraded_miss(cls, query: LookupQuery) -> LookupAnswer:
         """Return the answer of a control plane that cannot reach its Redis: an honest miss, at once."""
         pages = len(query.page_hashes or ())
-        return cls(pages, [], {}, bytes(pages), 0, MissReason(0, None, "degraded"), 0, degraded=True)
+        return cls(pages, [], {}, b"", 0, MissReason(0, None, "degraded"), 0, degraded=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,7 @@ class PrefixLookup:
     registry: Registry
     index: PageIndex
     counters: HitCounters
+    explainer: PageExplainer
 
     async def lookup(self, tenant: str, namespace_id: str, query: LookupQuery) -> LookupAnswer:
         """Return which prefixes are restorable.
@@ -120,7 +127,7 @@ class PrefixLookup:
 
         Raises:
             UnknownNamespace: nobody registered it, or it is another tenant's.
-            UnknownEngine: `engine_id` is not registered.
+            UnknownEngine, UnknownRank: `engine_id`, or its `rank`, is not registered.
             UnknownPool: a pool is asked for that nobody of the namespace registered.
             AmbiguousVariant: a pool has several variants and nothing says which.
             InvalidInput: a window is given for a pool without one.
@@ -152,6 +159,9 @@ class PrefixLookup:
             unchecked_window_pages=found.restorable.unchecked_window_pages,
             miss=miss,
             page_size=view.identity.page_size,
+            explained=await self._explain(namespace_id, page_hashes, found, variants)
+            if query.explain
+            else None,
         )
         if query.counted:
             source = Source(tenant, view.namespace_id, view.identity.model, query.engine_id or "")
@@ -165,7 +175,7 @@ class PrefixLookup:
 
     async def _variants(self, tenant: str, view: NamespaceView, query: LookupQuery) -> dict[str, Variant]:
         """Return the variant of every pool that may gate, by name."""
-        own = await self._engine_specs(tenant, view, query.engine_id) if query.engine_id else {}
+        own = await self._engine_specs(tenant, view, query.engine_id, query.rank) if query.engine_id else {}
         asked = dict(query.pools or {})
         names = set(own) or {v.spec.name for v in view.variants.values()}
         chosen: dict[str, Variant] = {}
@@ -178,20 +188,46 @@ class PrefixLookup:
         return chosen
 
     async def _engine_specs(
-        self, tenant: str, view: NamespaceView, engine_id: str
+        self, tenant: str, view: NamespaceView, engine_id: str, rank: str | None
     ) -> dict[str, list[Variant]]:
         """Return the engine's variants by name, over all its ranks: one answer serves them all (H4)."""
-        found: dict[str, dict[str, Variant]] = {}
-        for record in await self.registry.engine_cached(tenant, engine_id):
-            if record.namespace_id != view.namespace_id:
-                continue
-            for name, spec in record.specs.items():
-                known = view.variants.get(spec.pool_id)
-                if known is None:
-                    fresh = await self.registry.namespace(tenant, view.namespace_id, fresh=True)
-                    known = fresh.variants[spec.pool_id]
-                found.setdefault(name, {})[spec.pool_id] = Variant(spec, known.bit, known.registered)
-        return {name: list(variants.values()) for name, variants in found.items()}
+        records = await self.registry.engine_cached(tenant, engine_id)
+        if rank is not None and all(r.rank != rank for r in records):
+            records = await self.registry.engine(tenant, engine_id)
+            if all(r.rank != rank for r in records):
+                raise UnknownRank(f"rank {rank!r} of engine {engine_id!r} is not registered: register again")
+        specs = {
+            spec.pool_id: spec
+            for record in records
+            if record.namespace_id == view.namespace_id
+            for spec in record.specs.values()
+        }
+        if any(pool_id not in view.variants for pool_id in specs):
+            view = await self.registry.namespace(tenant, view.namespace_id, fresh=True)
+        found: dict[str, list[Variant]] = {}
+        for pool_id, spec in specs.items():
+            known = view.variants.get(pool_id)
+            if known is None:  # purged while the engine was there: it must register again
+                raise UnknownEngine(
+                    f"engine {engine_id!r} is not registered in the namespace: register again"
+                )
+            found.setdefault(spec.name, []).append(Variant(spec, known.bit, known.registered))
+        return found
+
+    async def _explain(
+        self,
+        namespace_id: str,
+        page_hashes: Sequence[bytes],
+        found: Found,
+        variants: Mapping[str, Variant],
+    ) -> list[ExplainedPage]:
+        """Tell the state of the gating pools around the page where the prefix ends."""
+        end = found.restorable.hit_pages
+        first = max(0, min(end - EXPLAINED_PAGES // 2, len(page_hashes) - EXPLAINED_PAGES))
+        gating = {name: variants[name] for name in found.presence}
+        return await self.explainer.explain(
+            namespace_id, page_hashes[first : first + EXPLAINED_PAGES], gating, first_page=first
+        )
 
     async def _miss(
         self,
@@ -219,7 +255,7 @@ class PrefixLookup:
         note, stored = await self.index.note(namespace_id, page_hash, variant.bit)
         if note is not None:
             age = max(0, int(time.time()) - note.at)
-            return MissReason(stop.page, stop.pool, _REASONS.get(note.reason, "lost"), note.shards, age)
+            return MissReason(stop.page, stop.pool, miss_reason(note.reason), note.shards, age)
         if stored:
             absent = sorted(set(range(variant.spec.shard_count)) - set(stored))
             return MissReason(stop.page, stop.pool, "shard_missing", absent)

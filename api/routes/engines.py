@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from api import bodies
 from api.context import ContextDep, TenantDep
+from api.paging import DEFAULT_LIMIT, Cursor, Limit, read_cursor, write_cursor
 from api.schemas.engines import (
     EngineList,
     EngineSummary,
@@ -24,6 +25,7 @@ from api.schemas.engines import (
     RegisterRequest,
     RegisterResult,
 )
+from api.schemas.wire import INCARNATION
 from api.settings import StoreSettings
 from metadata import object_keys
 from metadata.codec import ENGINE_ID, RANK
@@ -70,6 +72,7 @@ async def register(
         pools=grants,
         store=_store(context.settings.store, done.namespace_id),
     )
+    context.metrics.registrations.labels("new" if done.new else "renewed").inc()
     return bodies.answer(request, result, 201 if done.new else 200)
 
 
@@ -89,7 +92,7 @@ async def remove_rank(
     tenant: TenantDep,
     engine_id: EngineId,
     rank: Rank,
-    incarnation: Annotated[str, Query(max_length=64)] = "",
+    incarnation: Annotated[str, Query(pattern=INCARNATION)],
 ) -> Response:
     """Remove a rank; twice is fine. Nothing leaves L3."""
     await context.registry.remove(tenant, engine_id, rank, incarnation)
@@ -104,11 +107,17 @@ async def remove_engine(context: ContextDep, tenant: TenantDep, engine_id: Engin
 
 
 @router.get("", response_model=EngineList)
-async def list_engines(request: Request, context: ContextDep, tenant: TenantDep) -> Response:
-    """List the engines."""
+async def list_engines(
+    request: Request,
+    context: ContextDep,
+    tenant: TenantDep,
+    limit: Limit = DEFAULT_LIMIT,
+    cursor: Cursor = None,
+) -> Response:
+    """List the engines, sorted by id."""
     found = []
-    for engine_id in await context.registry.engines(tenant):
-        ranks = await context.registry.engine(tenant, engine_id)
+    piece = await context.registry.engines_piece(tenant, limit=limit, cursor=read_cursor(cursor))
+    for engine_id, ranks in piece.items:
         found.append(
             EngineSummary(
                 engine_id=engine_id,
@@ -116,7 +125,7 @@ async def list_engines(request: Request, context: ContextDep, tenant: TenantDep)
                 ranks=[r.rank for r in ranks],
             )
         )
-    return bodies.answer(request, EngineList(engines=found, next_cursor=None))
+    return bodies.answer(request, EngineList(engines=found, next_cursor=write_cursor(piece.next_cursor)))
 
 
 @router.get("/{engine_id}", response_model=EngineView)

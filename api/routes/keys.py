@@ -11,7 +11,7 @@ from api.routes.pages import NamespaceId
 from api.schemas.keys import KeysRequest, KeysResult, PoolKeys
 from metadata.key_resolver import resolve, resolve_sglang
 
-router = APIRouter(prefix="/v1/namespaces/{namespace_id}", tags=["pages"])
+router = APIRouter(prefix="/v1/namespaces/{ns}", tags=["pages"])
 
 
 @router.post("/keys", response_model=KeysResult)

@@ -1,4 +1,4 @@
-"""Namespaces with their pool variants."""
+"""Namespaces with their pool variants, and their purge."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from starlette.responses import Response
 
 from api import bodies
 from api.context import ContextDep, TenantDep
+from api.paging import DEFAULT_LIMIT, Cursor, Limit, read_cursor, write_cursor
 from api.routes.pages import NamespaceId
-from api.schemas.namespaces import NamespaceList, NamespaceSummary, NamespaceView, PoolVariantView
+from api.schemas.namespaces import (
+    NamespaceList,
+    NamespaceSummary,
+    NamespaceView,
+    PoolVariantView,
+    PurgeResult,
+)
 from api.schemas.pools import PartBody, policy_body
 from metadata.registered import NamespaceView as Registered
 from metadata.registered import Variant
@@ -20,14 +27,22 @@ router = APIRouter(prefix="/v1/namespaces", tags=["namespaces"])
 
 
 @router.get("", response_model=NamespaceList)
-async def list_namespaces(request: Request, context: ContextDep, tenant: TenantDep) -> Response:
-    """List the namespaces."""
-    views = await context.registry.namespaces(tenant)
-    found = [NamespaceSummary(**_summary(view, await context.registry.members(view))) for view in views]
-    return bodies.answer(request, NamespaceList(namespaces=found, next_cursor=None))
+async def list_namespaces(
+    request: Request,
+    context: ContextDep,
+    tenant: TenantDep,
+    limit: Limit = DEFAULT_LIMIT,
+    cursor: Cursor = None,
+) -> Response:
+    """List the namespaces, sorted by id."""
+    piece = await context.registry.namespaces_piece(tenant, limit=limit, cursor=read_cursor(cursor))
+    found = [NamespaceSummary(**_summary(v, await context.registry.members(v))) for v in piece.items]
+    return bodies.answer(
+        request, NamespaceList(namespaces=found, next_cursor=write_cursor(piece.next_cursor))
+    )
 
 
-@router.get("/{namespace_id}", response_model=NamespaceView)
+@router.get("/{ns}", response_model=NamespaceView)
 async def get_namespace(
     request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
 ) -> Response:
@@ -47,6 +62,16 @@ async def get_namespace(
             bytes=sum(p.bytes for p in pools),
         ),
     )
+
+
+@router.delete("/{ns}", response_model=PurgeResult, status_code=202)
+async def purge_namespace(
+    request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
+) -> Response:
+    """Purge a namespace: its claims, then its objects; where a purge is under way, tell that job."""
+    job = await context.purges.start(tenant, namespace_id)
+    context.purge_runner.wake()
+    return bodies.answer(request, PurgeResult(job_id=job.job_id), 202)
 
 
 def _summary(view: Registered, members: Mapping[str, set[str]]) -> dict[str, Any]:

@@ -1,13 +1,15 @@
-"""What operators and probes look at: hit rates, process health, readiness."""
+"""What operators and probes look at: hit rates, metrics, process health, readiness."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from api import bodies
 from api.context import ContextDep, TenantDep
-from api.schemas.observe import Check, Health, HitRates, HitRatesQuery, Readiness
+from api.metrics import CONTENT_TYPE
+from api.readiness import readiness
+from api.schemas.observe import Health, HitRates, HitRatesQuery, Readiness
 
 router = APIRouter(tags=["observing"])
 
@@ -28,6 +30,13 @@ async def hit_rates(
     return bodies.answer(request, HitRates.model_validate(rates))
 
 
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(context: ContextDep) -> Response:
+    """Give the metrics in Prometheus' text format."""
+    context.sample()
+    return Response(context.metrics.text(), media_type=CONTENT_TYPE)
+
+
 @router.get("/healthz", response_model=Health)
 async def healthz(request: Request) -> Response:
     """Say that the process runs."""
@@ -37,7 +46,6 @@ async def healthz(request: Request) -> Response:
 @router.get("/readyz", response_model=Readiness)
 async def readyz(request: Request, context: ContextDep) -> Response:
     """Say whether the process can take work, and what is wrong if not."""
-    problem = await context.redis.unfit()
-    checks = [Check(name="redis", ok=problem is None, detail=problem or "ready")]
+    checks = await readiness(context.redis, context.registry)
     ready = all(check.ok for check in checks)
     return bodies.answer(request, Readiness(ready=ready, checks=checks), 200 if ready else 503)

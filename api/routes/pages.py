@@ -8,23 +8,33 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from api import bodies
-from api.context import ContextDep, TenantDep
+from api.context import CallerDep, ContextDep, TenantDep
 from api.schemas.commit import CommitRequest, CommitResult, MissingRequest, MissingResult, Rejection
-from api.schemas.lookup import LookupRequest, LookupResult, Miss
+from api.schemas.lookup import (
+    ExplainedPage,
+    LookupRequest,
+    LookupResult,
+    Miss,
+    MissNote,
+    PoolState,
+)
+from metadata.page_explanation import ExplainedPage as Explained
 from metadata.prefix_lookup import LookupAnswer, LookupQuery, PoolQuery
 from metadata.stored_pages import PoolPages
 
-router = APIRouter(prefix="/v1/namespaces/{namespace_id}", tags=["pages"])
+router = APIRouter(prefix="/v1/namespaces/{ns}", tags=["pages"])
 
-NamespaceId = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
+NamespaceId = Annotated[str, Path(alias="ns", pattern="^[0-9a-f]{16}$")]
 
 
 @router.post("/lookup", response_model=LookupResult)
 async def lookup(
-    request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
+    request: Request, context: ContextDep, caller: CallerDep, namespace_id: NamespaceId
 ) -> Response:
     """Say how much of a prompt is restorable, and why not more."""
     body = await bodies.read(request, context, LookupRequest)
+    if body.purpose == "prefetch":
+        caller.require("engine")
     pools = body.pools
     query = LookupQuery(
         page_hashes=body.page_hashes,
@@ -34,12 +44,15 @@ async def lookup(
         first_page=body.first_page,
         prefix_hashes=body.prefix_hashes,
         engine_id=body.engine_id,
+        rank=body.rank,
         pools=None if pools is None else {n: PoolQuery(p.window_pages, p.pool_id) for n, p in pools.items()},
         min_pages=body.min_pages,
         counted=body.purpose == "prefetch",
         request_id=body.request_id,
+        explain=body.explain,
     )
-    found = await context.lookups.lookup(tenant, namespace_id, query)
+    found = await context.lookups.lookup(caller.tenant, namespace_id, query)
+    context.metrics.lookup(body.purpose, found)
     return bodies.answer(request, _lookup_result(found, advisory=body.purpose != "prefetch"))
 
 
@@ -52,7 +65,8 @@ async def commit(
     stored = {name: PoolPages(p.pages, tuple(p.shards)) for name, p in body.stored.items()}
     who = (body.engine_id, body.rank)
     done = await context.pages.commit(tenant, namespace_id, who, body.page_hashes, stored)
-    rejected = [Rejection(page=page, pool=pool, code="anchor_missing") for page, pool in done.rejected]
+    context.metrics.commit(done)
+    rejected = [Rejection(page=r.page, pool=r.pool, code=r.code) for r in done.rejected]
     return bodies.answer(
         request, CommitResult(committed=done.committed, complete=done.complete, rejected=rejected)
     )
@@ -73,6 +87,7 @@ async def missing(
         gone,
         generations=body.generation,
     )
+    context.metrics.cleared(cleared, stale)
     return bodies.answer(request, MissingResult(cleared=cleared, stale=stale))
 
 
@@ -97,4 +112,17 @@ def _lookup_result(found: LookupAnswer, *, advisory: bool) -> LookupResult:
             shards=miss.shards,
             age_seconds=miss.age_seconds,
         ),
+        pages=None if found.explained is None else [_explained(page) for page in found.explained],
     )
+
+
+def _explained(page: Explained) -> ExplainedPage:
+    pools = {
+        name: PoolState(
+            state=pool.state,
+            shards=pool.missing_shards,
+            note=None if pool.lost is None else MissNote(reason=pool.lost[0], age_seconds=pool.lost[1]),
+        )
+        for name, pool in page.pools.items()
+    }
+    return ExplainedPage(page=page.page, pools=pools)

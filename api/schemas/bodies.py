@@ -20,7 +20,7 @@ _MSGPACK_NAMES: Final = frozenset({MSGPACK, "application/x-msgpack", "applicatio
 M = TypeVar("M", bound=Body)
 
 # What pydantic calls a fault, in the words of the contract. Codes of our own validators pass as they are.
-_CODES: Final = {
+CODES: Final = {
     "extra_forbidden": "unknown_field",
     "missing": "missing",
     "union_tag_not_found": "missing",
@@ -119,7 +119,7 @@ def _field_error(found: dict[str, Any], body: dict[str, Any]) -> FieldError:
     field = _path(found["loc"], body) + context.get("at", "")
     if kind.startswith("union_tag_"):
         field += ".kind"
-    code = _CODES.get(kind, "wrong_type" if kind.endswith(("_type", "_parsing")) else kind)
+    code = CODES.get(kind, "wrong_type" if kind.endswith(("_type", "_parsing")) else kind)
     return FieldError(field, code, found["msg"])
 
 

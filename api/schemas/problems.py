@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field
 
@@ -27,6 +27,7 @@ KINDS: Final[dict[str, Kind]] = {
     "body_too_large": Kind(413, "The body is too large"),
     "unauthenticated": Kind(401, "A valid token is needed"),
     "forbidden": Kind(403, "The token does not allow this"),
+    "quota_exceeded": Kind(403, "The tenant may not claim more"),
     "unknown_engine": Kind(404, "No rank of this engine is registered"),
     "unknown_rank": Kind(404, "The rank is not registered"),
     "unknown_namespace": Kind(404, "The namespace is not known"),
@@ -57,7 +58,7 @@ class ProblemError(Body):
 
 
 class Problem(Body):
-    """An error answer; `type` is a relative URI that ends in the code."""
+    """An error answer; `type` is a relative URI that ends in the code. `request_id` finds its log lines."""
 
     type: str
     title: str
@@ -65,9 +66,10 @@ class Problem(Body):
     code: str
     detail: str
     errors: list[ProblemError] = Field(default_factory=list)
+    request_id: Annotated[str | None, Field(exclude_if=lambda found: found is None)] = None
 
     @classmethod
-    def of(cls, error: CaketinError) -> Problem:
+    def of(cls, error: CaketinError, request_id: str | None = None) -> Problem:
         """Return the problem that an error of the domain is to a caller."""
         kind = KINDS[error.code]
         shown = [ProblemError(field=e.field, code=e.code, detail=e.detail) for e in error.errors[:MAX_ERRORS]]
@@ -78,4 +80,5 @@ class Problem(Body):
             code=error.code,
             detail=error.detail,
             errors=shown,
+            request_id=request_id,
         )

@@ -188,6 +188,7 @@ EngineId = Annotated[str, Field(pattern=f"^{ENGINE_ID}$")]
 RankName = Annotated[str, Field(pattern=f"^{RANK}$", examples=["dp0-pp0-cp0-tp3"])]
 PoolName = Annotated[str, Field(pattern=f"^{POOL_NAME}$")]
 PoolId = Annotated[str, Field(pattern="^[0-9a-f]{8}$")]
-Incarnation = Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,64}$")]
+INCARNATION: Final = "^[A-Za-z0-9._-]{1,64}$"
+Incarnation = Annotated[str, Field(pattern=INCARNATION)]
 ShardList = Annotated[list[Annotated[int, Field(ge=0, lt=4096)]], Field(min_length=1, max_length=4096)]
 Text = Annotated[str, Field(max_length=512)]

@@ -199,7 +199,7 @@ def test_an_old_incarnation_is_refused_everywhere(client, ns):
 def test_leaving_twice_is_fine_and_takes_nothing_out_of_l3(client, ns):
     commit(client, ns, kv={"pages": "all", "shards": [0]}, swa={"pages": "all", "shards": [0]})
     for _ in range(2):
-        assert client.delete(RANK).status_code == 204
+        assert client.delete(RANK, params={"incarnation": BODY["incarnation"]}).status_code == 204
         assert client.delete("/v1/engines/e").status_code == 204
     assert client.get("/v1/engines/e").json()["code"] == "unknown_engine"
     answer = client.post(f"/v1/namespaces/{ns}/lookup", json={"page_hashes": PAGES}).json()

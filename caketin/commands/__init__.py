@@ -1,0 +1,1 @@
+"""The commands that have a module of their own; `caketin.cli` lists them all."""

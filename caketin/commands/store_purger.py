@@ -1,0 +1,38 @@
+"""The store as far as the control plane's purge needs it: opened for a purge, closed after it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from api.settings import StoreSettings
+from dataplane.attach import open_store
+from dataplane.messages.control import FileAccess, MooncakeAccess
+
+
+@dataclass(frozen=True)
+class StorePurger:
+    """Implements `api.purges.ObjectPurger`; a control plane that never purges never loads a store."""
+
+    settings: StoreSettings
+
+    def remove_prefix(self, prefix: str) -> int:
+        """Remove every object of one namespace; return how many there were.
+
+        Raises:
+            StoreError: the store cannot be reached, or `prefix` is not one namespace.
+        """
+        with contextlib.closing(open_store(self._access(prefix))) as store:
+            return store.remove_prefix(prefix)
+
+    def _access(self, prefix: str) -> FileAccess | MooncakeAccess:
+        s = self.settings
+        if s.kind == "file":
+            return FileAccess(path=s.path, key_prefix=prefix)
+        return MooncakeAccess(
+            master=s.master,
+            metadata=s.metadata,
+            protocol=s.protocol,
+            devices=s.devices,
+            key_prefix=prefix,
+        )
