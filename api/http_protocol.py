@@ -14,8 +14,13 @@ from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from api.limits import OVER_CONNECTIONS
+
 _GRACE_SECONDS: Final = 1.0
 """What a handler, which has the same deadline for a body, gets to say so first."""
+
+_SPARE_CONNECTIONS: Final = 64
+"""Connections beyond the bound that are told so."""
 
 _HEAD_TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
@@ -30,11 +35,14 @@ class HttpLimits:
         header_seconds: from the first byte (or the connection) to the end of the head.
         body_seconds: from there to the end of the body; also how long a client may refuse to read its answer.
         max_header_bytes: of the head.
+        max_connections: of the process. A request on one more is refused as a problem, except for probes; far
+            more (`_SPARE_CONNECTIONS`) are not even listened to.
     """
 
     header_seconds: float = 5.0
     body_seconds: float = 10.0
     max_header_bytes: int = 64 << 10
+    max_connections: int = 4096
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -53,6 +61,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock of the first head."""
         super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections + _SPARE_CONNECTIONS:
+            transport.abort()
+            return
         self._arm(self.limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -78,6 +89,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._marks += 1
         self._arm(self.limits.body_seconds + _GRACE_SECONDS)
+        if len(self.connections) > self.limits.max_connections:
+            self.scope["state"][OVER_CONNECTIONS] = True
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

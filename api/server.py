@@ -5,18 +5,45 @@ from __future__ import annotations
 import math
 import signal
 import socket
+import ssl
 from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from api.http_protocol import HttpLimits, bounded_protocol
-from api.settings import Settings
+from api.logs import get_logger
+from api.settings import Settings, spellings
+from api.token_file import open_token_file
+from metadata.errors import FieldError, InvalidInput
+
+log = get_logger(__name__)
+
+
+def check_files(settings: Settings) -> None:
+    """Read the files that say who may call, so that a fault in one is told before the server starts.
+
+    Raises:
+        InvalidInput: the token file, the certificate or its key cannot be used.
+    """
+    open_token_file(settings.token_file)
+    if not settings.tls_cert:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # An answer to the question for a passphrase, which would wait for somebody to type it.
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or type(error).__name__
+        detail = f"certificate and key cannot be used together: {reason} ({spellings('tls_cert')})"
+        raise InvalidInput("TLS cannot be used", [FieldError("tls_cert", "invalid", detail)]) from None
 
 
 def server_config(settings: Settings, app: ASGIApp) -> uvicorn.Config:
     """Return what uvicorn is told; log lines are left to `api.logs`."""
-    limits = HttpLimits(settings.header_seconds, settings.body_seconds, settings.max_header_bytes)
+    limits = HttpLimits(
+        settings.header_seconds, settings.body_seconds, settings.max_header_bytes, settings.max_connections
+    )
     return uvicorn.Config(
         app,
         host=settings.host,
@@ -28,6 +55,8 @@ def server_config(settings: Settings, app: ASGIApp) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
         timeout_keep_alive=math.ceil(settings.idle_seconds),
         timeout_graceful_shutdown=math.ceil(settings.shutdown_seconds),
     )
@@ -47,6 +76,8 @@ def serve_until_told(settings: Settings, app: ASGIApp, listener: socket.socket) 
     # that would be death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    if not settings.on_loopback and not settings.tls_cert:
+        log.warning("no TLS: tokens travel in clear text", host=settings.host, set=spellings("tls_cert"))
     server = uvicorn.Server(server_config(settings, app))
     server.run(sockets=[listener])
     raise SystemExit(0 if server.started else 3)

@@ -58,7 +58,9 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, env_nested_delimiter="_", env_nested_max_split=1, extra="forbid"
     )
 
-    host: str = Field("127.0.0.1", description="address to listen on; loopback only, unless there is a token file")
+    host: str = Field(
+        "127.0.0.1", description="address to listen on; loopback only, unless there is a token file"
+    )
     port: int = Field(7411, ge=0, le=65_535, description="port to listen on; 0 takes a free one")
     workers: int = Field(1, ge=1, le=64, description="processes that serve")
     token_file: str = Field("", description="who may call: hashed access tokens; empty: this machine only")

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from api.logs import get_logger
 from api.tokens import TokenTable, read_access_file
-from metadata.errors import InvalidInput
+from metadata.errors import FieldError, InvalidInput
 from metadata.quota_rules import Quota
 
 CHECK_SECONDS: Final = 1.0
@@ -94,6 +94,23 @@ class TokenFile:
         if problem != self.problem:
             log.error("token file cannot be used, the old tokens stay", problem=problem)
         self.problem = problem
+
+
+def open_token_file(path: str) -> TokenFile | None:
+    """Return the token file at `path`; None where the path is empty.
+
+    Raises:
+        InvalidInput: it cannot be used.
+    """
+    if not path:
+        return None
+    try:
+        return TokenFile(Path(path))
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except InvalidInput as error:
+        problem = "; ".join([error.detail, *(f"{e.field} {e.detail}" for e in error.errors)])
+    raise InvalidInput("the token file cannot be used", [FieldError("token_file", "invalid", problem)])
 
 
 def mode_problem(mode: int, owner: int, me: int) -> str | None:

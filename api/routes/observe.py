@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from api import bodies
-from api.context import ContextDep, TenantDep
+from api.context import CallerDep, ContextDep
 from api.metrics import CONTENT_TYPE
 from api.readiness import readiness
 from api.schemas.observe import Health, HitRates, HitRatesQuery, Readiness
@@ -18,7 +18,7 @@ router = APIRouter(tags=["observing"])
 async def hit_rates(
     request: Request,
     context: ContextDep,
-    tenant: TenantDep,
+    caller: CallerDep,
     *,
     window: str = "3600",
     step: str = "60",
@@ -26,7 +26,7 @@ async def hit_rates(
 ) -> Response:
     """Give hit rates over time; without `pool` in `by` a row counts the whole prefix."""
     query = HitRatesQuery.parse(window, step, by)
-    rates = await context.counters.series(query.window, query.step, query.by, tenant)
+    rates = await context.counters.series(query.window, query.step, query.by, caller.counts_of)
     return bodies.answer(request, HitRates.model_validate(rates))
 
 
@@ -44,8 +44,11 @@ async def healthz(request: Request) -> Response:
 
 
 @router.get("/readyz", response_model=Readiness)
-async def readyz(request: Request, context: ContextDep) -> Response:
-    """Say whether the process can take work, and what is wrong if not."""
+async def readyz(request: Request, context: ContextDep, caller: CallerDep) -> Response:
+    """Say whether the process can take work; what is wrong if not is for an operator of all tenants."""
     checks = await readiness(context.redis, context.registry)
     ready = all(check.ok for check in checks)
+    checks += context.access.checks()
+    if not caller.sees_all:
+        checks = [check.model_copy(update={"detail": ""}) for check in checks]
     return bodies.answer(request, Readiness(ready=ready, checks=checks), 200 if ready else 503)

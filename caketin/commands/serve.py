@@ -21,7 +21,7 @@ import typer
 from api.app import create_app
 from api.logs import configure_logging, get_logger
 from api.metrics import MULTIPROCESS_FOLDER
-from api.server import serve_until_told
+from api.server import check_files, serve_until_told
 from api.settings import ENV_PREFIX, Settings, flag_of, setting_fields, spellings
 from caketin.child_process import die_with_parent
 from caketin.commands.store_purger import StorePurger
@@ -46,6 +46,7 @@ def serve(**given: Any) -> None:
     flags = {name: str(value) for name, value in named.items() if value is not None}
     try:
         settings = Settings.load(flags, file)
+        check_files(settings)
         listener = _listen(settings)
     except InvalidInput as error:
         for e in error.errors:
