@@ -82,7 +82,9 @@ CALLS: Final[dict[tuple[str, str], Call]] = {
     ("POST", f"{_NS}/lookup"): _call(
         {200: lookup.LookupResult}, lookup.LookupRequest, codes=f"{_MEMBERS} ambiguous_variant"
     ),
-    ("POST", f"{_NS}/commit"): _call({200: commit.CommitResult}, commit.CommitRequest, codes=f"{_MEMBERS} quota_exceeded"),
+    ("POST", f"{_NS}/commit"): _call(
+        {200: commit.CommitResult}, commit.CommitRequest, codes=f"{_MEMBERS} quota_exceeded"
+    ),
     ("POST", f"{_NS}/missing"): _call({200: commit.MissingResult}, commit.MissingRequest, codes=_MEMBERS),
     ("POST", f"{_NS}/keys"): _call(
         {200: keys.KeysResult},

@@ -23,7 +23,10 @@ from tests.contract.fixtures import FOLDER, Fixture, load_all
 
 ENGINE, RANK = "sglang-prefill-0", "dp0-pp0-cp0-tp0"
 # Access control answers these; its own tests provoke them.
-OF_ACCESS_CONTROL = {"any.unauthenticated", "any.forbidden", "any.rate_limited", "purge.forbidden"}
+OF_ACCESS_CONTROL = {
+    *("any.unauthenticated", "any.forbidden", "any.rate_limited", "purge.forbidden"),
+    "commit.quota_exceeded",
+}
 FIXTURES = {
     f.file: f for f in load_all() if not f.file.startswith("agent") and f.file not in OF_ACCESS_CONTROL
 }

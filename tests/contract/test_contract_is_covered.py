@@ -43,6 +43,7 @@ CONTRACT: dict[str, set[str]] = {
         "unknown_engine",
         "unknown_rank",
         "unknown_pool",
+        "quota_exceeded",
     },
     "POST /v1/namespaces/{ns}/missing": {
         "invalid",
