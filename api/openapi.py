@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
+from api.auth import RULES
 from api.schemas import commit, engines, keys, lookup, namespaces, observe
 from api.schemas.bodies import JSON, MSGPACK
 from api.schemas.problems import KINDS, PROBLEM_MEDIA_TYPE, Problem
@@ -130,9 +131,22 @@ def build(app: FastAPI) -> dict[str, Any]:
                 "required": True,
                 "content": _content(call.takes, "validation", references, examples.get("request", {})),
             }
+    if app.state.context.access.tokens is not None:
+        _say_who_may(document)
     metrics = document["paths"]["/metrics"]["get"]["responses"]
     metrics["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     return document
+
+
+def _say_who_may(document: dict[str, Any]) -> None:
+    """Name the scopes of every call; only a server with a token file asks for them."""
+    description = "A line of the server's token file; `caketin token new` makes one."
+    document["components"]["securitySchemes"] = {
+        "token": {"type": "http", "scheme": "bearer", "description": description}
+    }
+    for (method, path), rule in RULES.items():
+        operation = document["paths"][path][method.lower()]
+        operation["security"] = [{"token": [scope]} for scope in rule.scopes]
 
 
 def _responses(
