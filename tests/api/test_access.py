@@ -244,7 +244,7 @@ def test_a_token_of_all_tenants_sees_numbers_only(scene: Scene, row: Row) -> Non
 def shape(answer: httpx.Response, ids: dict[str, str]) -> tuple[int, str, list[tuple[str, str]]]:
     """All of an answer, with the names that the caller asked by replaced."""
     text = answer.text
-    for name, value in ids.items():
+    for name, value in sorted(ids.items(), key=lambda pair: -len(pair[1])):
         text = text.replace(value, f"<{name}>")
     headers = [(n, v) for n, v in answer.headers.multi_items() if n not in {"date", "content-length"}]
     return answer.status_code, text, headers
