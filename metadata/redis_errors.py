@@ -16,7 +16,7 @@ _TEXTS: Final[dict[RedisReason, str]] = {
     "out_of_memory": "Redis has reached its maxmemory and refuses writes: raise it, or purge namespaces",
     "wrong_password": "Redis refuses the user name or password: check the credentials in the Redis URL",
     "no_permission": "the Redis user may not do what caketin needs: "
-    "allow it keys ct:*, and @read, @write, @scripting, ping, info, config|get, cluster|slots",
+    "allow it keys ct:*, and @read @write @scripting ping info time config|get cluster|slots",
     "cluster_down": "the Redis Cluster does not serve all slots: a primary is away and not replaced yet",
     "no_primary": "no Sentinel names a primary for this service: is its name right, is a failover over?",
     "refused": "Redis refused the call",

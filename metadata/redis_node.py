@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hiredis import pack_command
 from redis import exceptions as driver
 from redis.asyncio.connection import AbstractConnection
 
@@ -124,7 +125,8 @@ class RedisNode:
                 if command.packed:
                     packed.append(command.packed)
                 else:
-                    packed += connection.pack_command(*command.words)
+                    # Its stub knows tuples of one word only.
+                    packed.append(pack_command(command.words))  # type: ignore[arg-type]
             await connection.send_packed_command(
                 packed[0] if len(packed) == 1 else packed, check_health=False
             )

@@ -1,4 +1,4 @@
-"""Where Redis is, read from one URL: a server, a cluster's seeds, or Sentinels and a service. Pure.
+"""Where Redis is, read from one URL: a server, a cluster's seeds, or Sentinels and a service.
 
 redis://[user:password@]host:port/db            rediss:// the same over TLS;  unix:///path?db=0
 redis+cluster://[user:password@]h1:p1,h2:p2     rediss+cluster://

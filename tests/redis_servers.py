@@ -38,7 +38,7 @@ def redis_binary() -> str:
     return found
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """One server process."""
 

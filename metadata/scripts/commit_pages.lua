@@ -172,14 +172,57 @@ local function commit(i, bytes)
   end
 end
 
-for i = 1, n do
-  local bytes = values[i] and {byte(values[i], 1, -1)} or {0}
-  if bytes[1] ~= 0 and call.kinds < 3 then
-    untouched[#untouched + 1] = i - 1
-  else
-    commit(i, bytes)
+-- Where no shards are counted and nothing waits for an anchor, what becomes of a page depends on its value alone,
+-- and most pages of a call have the same: each value is worked out once.
+local function commit_whole()
+  local same = {}
+  for i = 1, n do
+    local value = values[i] or ''
+    local after = same[value]
+    if not after then
+      local bytes = value == '' and {0} or {byte(value, 1, -1)}
+      after = {touched = bytes[1] == 0, pages = 0, gains = {}}
+      if after.touched then
+        for _, b in ipairs(call.bits) do
+          if not has_bit(bytes, b) then
+            set_bit(bytes, b)
+            after.gains[#after.gains + 1] = b
+            gained[b] = gained[b] - 1
+          end
+        end
+        if #after.gains > 0 then after.value = char(unpack(bytes)) end
+      end
+      same[value] = after
+    end
+    if after.touched then
+      after.pages = after.pages + 1
+      if after.value then
+        local at = #write
+        write[at + 1], write[at + 2] = KEYS[i], after.value
+      end
+    else
+      untouched[#untouched + 1] = i - 1
+    end
+  end
+  for _, after in pairs(same) do
+    committed = committed + after.pages
+    for _, b in ipairs(after.gains) do gained[b] = gained[b] + after.pages end
+  end
+  complete = committed
+end
+
+local function commit_each()
+  for i = 1, n do
+    local bytes = values[i] and {byte(values[i], 1, -1)} or {0}
+    if bytes[1] ~= 0 and call.kinds < 3 then
+      untouched[#untouched + 1] = i - 1
+    else
+      commit(i, bytes)
+    end
   end
 end
+
+if call.kinds == 1 then commit_whole() else commit_each() end
 -- A page that lost its last claim keeps its generation for a time only; MSET takes that limit off again.
 if #write > 0 then redis.call('MSET', unpack(write)) end
 for b, pages in pairs(gained) do redis.call('HINCRBY', claims, b, pages) end
