@@ -24,6 +24,8 @@ _SECRET_NAMES: Final = re.compile(
 )
 _USER_INFO: Final = re.compile(r"(?<=://)[^/@\s\"']+(?=@)")
 _BEARER: Final = re.compile(r"(?i)\b(bearer\s+)[^\s\"',]+")
+_ACCESS_TOKEN: Final = re.compile(r"\bct_[A-Za-z0-9_-]{43}")
+"""Wherever somebody puts one: into a path, a query, a request id."""
 _SHORTEST_SECRET: Final = 4
 """A shorter secret masked wherever it appears would make logs unreadable, and is none."""
 
@@ -39,6 +41,7 @@ class Masking:
         """Return `line` without secrets."""
         line = _USER_INFO.sub(MASK, line)
         line = _BEARER.sub(rf"\g<1>{MASK}", line)
+        line = _ACCESS_TOKEN.sub(MASK, line)
         return self._known.sub(MASK, line) if self._known else line
 
     def fields(self, _logger: object, _method: str, event: MutableMapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import tenacity
@@ -39,6 +39,8 @@ _JITTER_SECONDS: Final = 0.02
 _IDENTITY: Final = {"engine_id": ENGINE_ID, "rank": RANK, "incarnation": r"[A-Za-z0-9._-]{1,64}"}
 """What ends up in a path must not change it."""
 
+_TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{1,512}")
+
 M = TypeVar("M", bound=Message)
 
 
@@ -50,11 +52,19 @@ class ControlSettings:
         url: such as `http://127.0.0.1:7411`.
         call_seconds: deadline of connecting plus reading, for lookup, commit, missing and heartbeat.
         attach_seconds: deadline of a registration.
+        token: shown with every call, or None: a control plane without a token file asks for none.
     """
 
     url: str
     call_seconds: float = 0.2
     attach_seconds: float = 5.0
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        # It goes into a header, which it must not end; the text does not repeat it.
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            fault = FieldError("token", "bad_format", f"must match {_TOKEN.pattern}")
+            raise InvalidInput("the access token cannot be used", [fault])
 
 
 @dataclass(frozen=True)
@@ -234,6 +244,8 @@ class ControlClient:
         self, method: str, path: str, content: bytes | None, form: Format, seconds: float | None
     ) -> Answer:
         headers = {"content-type": MEDIA_TYPES[form], "accept": MEDIA_TYPES[form]}
+        if self._settings.token is not None:
+            headers["authorization"] = f"Bearer {self._settings.token}"
         allowed = self._settings.call_seconds if seconds is None else seconds
         deadline = Deadline(allowed)
         attempts = tenacity.Retrying(

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from caketin.access_token import TokenFileOption, access_token
 from metadata.errors import CaketinError
 
 What: TypeAlias = Literal["engines", "namespaces", "pools"]
@@ -33,15 +34,18 @@ def ls(
     url: Annotated[
         str, typer.Option(envvar="CAKETIN_URL", help="the control plane")
     ] = "http://127.0.0.1:7411",
+    token_file: TokenFileOption = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """List engines, namespaces, or pools."""
-    with httpx.Client(base_url=url, timeout=_SECONDS, trust_env=False) as http:
-        try:
+    try:
+        token = access_token(token_file)
+        headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        with httpx.Client(base_url=url, timeout=_SECONDS, trust_env=False, headers=headers) as http:
             rows = list(_READERS[what](http))
-        except ControlPlaneSaysNo as error:
-            typer.echo(f"caketin ls: {error.detail}", err=True)
-            raise typer.Exit(2) from None
+    except CaketinError as error:
+        typer.echo(f"caketin ls: {error.detail}", err=True)
+        raise typer.Exit(2) from None
     if json:
         typer.echo(jsonlib.dumps(rows, indent=2))
         return

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ class ReplaySettings:
         engine_id: what to register as.
         model: name of the namespace's model.
         call_seconds: deadline of a control call.
+        token: access token, or None.
     """
 
     url: str
@@ -54,6 +55,7 @@ class ReplaySettings:
     engine_id: str = "replay-0"
     model: str = "replay"
     call_seconds: float = 2.0
+    token: str | None = field(default=None, repr=False)
 
 
 class Replay:
@@ -171,7 +173,8 @@ def replay(settings: ReplaySettings, load: Load, advance: Callable[[int], None])
     memories = [HostMemory(p.spec, slots) for p in pools]
     bound = [BoundPool(p, () if p.spec.logical else (m.pool,)) for p, m in zip(pools, memories, strict=True)]
     me = RankIdentity(settings.engine_id, "dp0-pp0-cp0-tp0", secrets.token_hex(16))
-    client = ControlClient(ControlSettings(settings.url, call_seconds=settings.call_seconds), me)
+    control = ControlSettings(settings.url, call_seconds=settings.call_seconds, token=settings.token)
+    client = ControlClient(control, me)
     model = ModelIdentity(settings.model, f"{settings.pools}-{settings.page_bytes}", settings.page_tokens)
     with contextlib.closing(client), attached(client, model, bound) as joined:
         return Replay(settings, load, joined, memories).run(client, advance)
