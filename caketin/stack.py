@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import socket
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import httpx
 
-from caketin.child_process import ChildFailed, ChildProcess, free_port
 from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import ChildFailed, ChildProcess, free_port
 from dataplane.mooncake_node import MooncakeCluster
 from dataplane.mooncake_store import MooncakeStore
+from metadata.errors import CaketinError
 
 StoreChoice: TypeAlias = Literal["auto", "file", "mooncake"]
+
+_HOST: Final = "127.0.0.1"
+_READY_SECONDS: Final = 30.0
+
+
+class InUse(CaketinError):
+    """Something else has what the stack needs: the folder, or the port."""
+
+    code = "in_use"
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 def cache_folder() -> Path:
@@ -43,9 +59,43 @@ class StackSettings:
     redis_url: str | None = None
 
 
+class FolderLock:
+    """A folder taken by this process until it ends. A lock instead of a process id: ids come again."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take `folder`, making it where there is none.
+
+        Raises:
+            InUse: another process has it, or it cannot be written.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InUse(f"{folder} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise InUse(
+                f"another caketin (process {holder or 'unknown'}) is running on {folder}: end it, or give "
+                "this one a --data-dir of its own"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Let others have the folder."""
+        os.close(self._fd)
+
+
 @dataclass
 class Stack:
-    """A running stack; a context manager that leaves nothing behind.
+    """A running stack; a context manager that leaves nothing behind. For the main thread.
+
+    Claims live as long as the bytes they speak of: with the file store both are on disk and outlive the
+    stack; with Mooncake both are in memory and end with it.
 
     Attributes:
         settings: what was asked for.
@@ -59,12 +109,12 @@ class Stack:
     settings: StackSettings
     store: str = ""
     why_store: str = ""
-    redis_url: str = ""
+    redis_url: str = field(default="", repr=False)
     url: str = ""
     mooncake: MooncakeCluster | None = None
     _redis: EmbeddedRedis | None = None
     _control: ChildProcess | None = None
-    _watched: list[ChildProcess] = field(default_factory=list)
+    _lock: FolderLock | None = None
 
     def __enter__(self) -> Stack:
         try:
@@ -77,63 +127,82 @@ class Stack:
     def __exit__(self, *_exc: object) -> None:
         self.stop()
 
+    @property
+    def children(self) -> list[ChildProcess]:
+        """The processes that were started, in that order."""
+        redis = [self._redis.child] if self._redis else []
+        control = [self._control] if self._control else []
+        return [*redis, *(self.mooncake.children if self.mooncake else []), *control]
+
     def start(self) -> None:
         """Start all parts in order and wait until each serves.
 
         Raises:
+            InUse: another stack has the folder, or something listens at the port.
             ChildFailed: a part ended or was not ready in time; the text holds the end of its log.
             StoreUnavailable: Mooncake was asked for and does not start.
         """
         folder = self.settings.data_dir
-        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(folder)
+        port = _checked_port(self.settings.port)
+        self._choose_store()
         self.redis_url = self.settings.redis_url or self._start_redis(folder)
         store = self._start_store(folder)
-        self._start_control(folder, store)
+        self._start_control(folder, port, store)
 
     def stop(self) -> None:
         """End what was started, last first; twice is fine."""
         if self._control is not None:
-            self._control.stop()
+            self._control.stop(10.0)
         if self.mooncake is not None:
             self.mooncake.stop()
         if self._redis is not None:
             self._redis.stop()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def kill(self) -> None:
+        """End all processes at once; `stop`, which may be waiting for them, then has nothing to wait for."""
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.kill()
 
     def dead(self) -> str | None:
         """Return which part has ended, with the end of its log, or None while all run."""
-        for child in self._watched:
-            code = child.process.poll()
-            if code is not None:
-                return f"{child.name} ended with code {code}:\n{child.tail()}"
-        return None
+        return next((ended for child in self.children if (ended := child.ended()) is not None), None)
+
+    def _choose_store(self) -> None:
+        wanted = self.settings.store
+        loads, why = (False, "") if wanted == "file" else MooncakeStore.available()
+        if wanted == "mooncake" or (wanted == "auto" and loads):
+            self.store, self.why_store = "mooncake", "in memory, over TCP"
+        else:
+            self.store = "file"
+            self.why_store = "as asked" if wanted == "file" else f"Mooncake does not load: {why}"
 
     def _start_redis(self, folder: Path) -> str:
-        self._redis = EmbeddedRedis.start(folder / "redis")
-        self._watched.append(self._redis.child)
+        on_disk = self.store == "file"
+        self._redis = EmbeddedRedis.start(
+            folder / ("redis" if on_disk else "redis-in-memory"), appendonly=on_disk
+        )
         return self._redis.url
 
     def _start_store(self, folder: Path) -> dict[str, str]:
         """Start the chosen store; return the settings that tell the control plane of it."""
-        wanted = self.settings.store
-        loads, why = MooncakeStore.available()
-        if wanted == "mooncake" or (wanted == "auto" and loads):
-            self.store, self.why_store = "mooncake", "over TCP" if loads else why
-            self.mooncake = MooncakeCluster(self.settings.store_bytes, log_folder=folder / "mooncake")
-            self.mooncake.start()
-            return {"CAKETIN_STORE_KIND": "mooncake", "CAKETIN_STORE_MASTER": self.mooncake.master}
-        self.store = "file"
-        self.why_store = "as asked" if wanted == "file" else f"Mooncake does not load: {why}"
-        return {"CAKETIN_STORE_KIND": "file", "CAKETIN_STORE_PATH": str(folder / "pages")}
+        if self.store == "file":
+            return {"CAKETIN_STORE_KIND": "file", "CAKETIN_STORE_PATH": str((folder / "pages").resolve())}
+        self.mooncake = MooncakeCluster(self.settings.store_bytes, log_folder=folder / "mooncake")
+        self.mooncake.start()
+        return {"CAKETIN_STORE_KIND": "mooncake", "CAKETIN_STORE_MASTER": self.mooncake.master}
 
-    def _start_control(self, folder: Path, store: dict[str, str]) -> None:
-        port = self.settings.port or free_port()
-        self.url = f"http://127.0.0.1:{port}"
+    def _start_control(self, folder: Path, port: int, store: dict[str, str]) -> None:
+        self.url = f"http://{_HOST}:{port}"
         env = {k: v for k, v in os.environ.items() if not k.startswith("CAKETIN_")}
         env |= store | {"CAKETIN_REDIS_URL": self.redis_url, "CAKETIN_PORT": str(port)}
         command = [sys.executable, "-m", "caketin", "serve"]
         self._control = ChildProcess.start("control plane", command, folder / "control-plane.log", env)
-        self._watched.append(self._control)
-        self._control.wait_ready(self._ready, 20)
+        self._control.wait_ready(self._ready, _READY_SECONDS)
 
     def _ready(self) -> bool:
         try:
@@ -144,3 +213,19 @@ class Stack:
             wrong = [c["detail"] for c in answer.json()["checks"] if not c["ok"]]
             raise ChildFailed("the control plane cannot be used: " + "; ".join(wrong))
         return answer.status_code == httpx.codes.OK
+
+
+def _checked_port(port: int | None) -> int:
+    """Return the port to use, after a look whether it is free.
+
+    Raises:
+        InUse: it is not.
+    """
+    if port is None:
+        return free_port(_HOST)
+    try:
+        socket.create_server((_HOST, port)).close()
+    except OSError as error:
+        detail = f"cannot listen on {_HOST} port {port}: {error.strerror}. Is another caketin up running? "
+        raise InUse(detail + "Choose another port with --port") from None
+    return port

@@ -4,7 +4,7 @@ For the embedded stack and for tests. In production the master and its nodes are
 
     python -m dataplane.mooncake_node node --master 127.0.0.1:50051 --segment-bytes 1073741824
 
-is a storage node: it lends its memory to the store until SIGTERM, or until the process that started it ends.
+is a storage node: it lends its memory to the store until SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ import logging
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn, Self
 
+from dataplane.child_process import ChildFailed, ChildProcess, accepts, free_ports
 from dataplane.mooncake_master import MasterHttp, check_listening, split_address
 from dataplane.mooncake_native import MooncakeSettings, connect, load_native
 from dataplane.object_store import StoreUnavailable
@@ -34,39 +30,8 @@ log = logging.getLogger(__name__)
 
 _LOOPBACK: Final = "127.0.0.1"
 _READY: Final = "caketin storage node ready"
-_PR_SET_PDEATHSIG: Final = 1
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _STARTS: Final = 3  # a port that was free a moment ago may be taken by the time the master binds it
-_TAIL_BYTES: Final = 2_000
-
-
-@dataclass
-class _Child:
-    name: str
-    process: subprocess.Popen[bytes]
-    log_file: Path
-
-    def tail(self) -> str:
-        return self.log_file.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
-
-    def wait_until(self, ready: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not ready():
-            if self.process.poll() is not None:
-                raise StoreUnavailable(f"{self.name} ended with {self.process.returncode}:\n{self.tail()}")
-            if time.monotonic() > deadline:
-                raise StoreUnavailable(f"{self.name} was not ready after {seconds:g} s:\n{self.tail()}")
-            time.sleep(0.02)
-
-    def stop(self, seconds: float) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            log.warning("%s did not end within %g s of SIGTERM and is killed", self.name, seconds)
-            self.process.kill()
-            self.process.wait()
 
 
 class MooncakeCluster:
@@ -109,8 +74,8 @@ class MooncakeCluster:
         self._ready_seconds = ready_seconds
         self._own_folder = log_folder is None
         self.log_folder = log_folder or Path()
-        self._master: _Child | None = None
-        self._nodes: list[_Child] = []
+        self._master: ChildProcess | None = None
+        self._nodes: list[ChildProcess] = []
 
     def __enter__(self) -> Self:
         self.start()
@@ -132,15 +97,12 @@ class MooncakeCluster:
     def start(self) -> None:
         """Start the master and the nodes and wait until they serve. Nothing is left behind when it fails.
 
-        Must run in the main thread: the kernel ends the children when the *thread* that started them ends.
+        Only in the main thread: its children die with the thread that started them.
 
         Raises:
             StoreUnavailable: a child ended or was not ready in time; the text holds the end of its log.
+            RuntimeError: called in another thread.
         """
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                "start a MooncakeCluster in the main thread: its children die with their thread"
-            )
         if self._own_folder:
             self.log_folder = Path(tempfile.mkdtemp(prefix="caketin-mooncake-"))
         self.log_folder.mkdir(parents=True, exist_ok=True)
@@ -148,45 +110,50 @@ class MooncakeCluster:
             self._start_master()
             for _ in range(self._node_count):
                 self.start_node()
-        except BaseException:
+        except BaseException as error:
             self.stop()
+            if isinstance(error, ChildFailed):
+                raise StoreUnavailable(error.detail) from error
             raise
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """The running processes: the master, then the nodes."""
+        return [*([self._master] if self._master else []), *self._nodes]
 
     def start_node(self) -> None:
         """Start one more storage node and wait until its memory can be used.
 
         Raises:
-            StoreUnavailable: it ended or was not ready in time.
+            ChildFailed: it ended or was not ready in time.
         """
         name = f"storage-node-{len(self._nodes)}"
         arguments = ["--master", self.master, "--master-http", self.master_http]
         arguments += ["--segment-bytes", str(self._segment_bytes)]
         node = self._spawn(name, ["node", *arguments, *(["--prefault"] if self._prefault else [])])
         self._nodes.append(node)
-        node.wait_until(lambda: _READY.encode() in node.log_file.read_bytes(), self._ready_seconds)
+        node.wait_ready(lambda: _READY.encode() in node.log.read_bytes(), self._ready_seconds)
 
     def kill_node(self, index: int = 0) -> None:
         """Kill a storage node at once, as a crash would; its bytes are gone."""
-        self._nodes[index].process.kill()
-        self._nodes[index].process.wait()
+        self._nodes[index].kill()
 
     def stop(self) -> None:
         """End nodes, then master; twice is fine."""
         for node in self._nodes:
-            if node.process.poll() is None:
-                node.process.terminate()
+            node.ask_to_end()
         for node in self._nodes:
-            node.stop(5.0)
+            node.stop()
         self._nodes.clear()
         if self._master is not None:
-            self._master.stop(5.0)
+            self._master.stop()
             self._master = None
         if self._own_folder and self.master:
             shutil.rmtree(self.log_folder, ignore_errors=True)
 
     def _start_master(self) -> None:
         for attempt in range(_STARTS):
-            rpc, http = _free_ports(2)
+            rpc, http = free_ports(2)
             flags = [f"--rpc_address={_LOOPBACK}", f"--rpc_port={rpc}"]
             flags += [f"--metrics_host={_LOOPBACK}", f"--metrics_port={http}"]
             # Without the log level the master writes a line for every put of a key that exists.
@@ -194,8 +161,8 @@ class MooncakeCluster:
             self.master, self.master_http = f"{_LOOPBACK}:{rpc}", f"{_LOOPBACK}:{http}"
             self._master = self._spawn(f"mooncake-master-{attempt}", ["master", *flags])
             try:
-                self._master.wait_until(self._master_serves, self._ready_seconds)
-            except StoreUnavailable:
+                self._master.wait_ready(self._master_serves, self._ready_seconds)
+            except ChildFailed:
                 if self._master.process.poll() is None or attempt == _STARTS - 1:
                     raise
                 continue
@@ -204,27 +171,17 @@ class MooncakeCluster:
     def _master_serves(self) -> bool:
         asked = MasterHttp(self.master_http, seconds=1.0)
         try:
-            return asked.ready() and _accepts(self.master)
+            return asked.ready() and accepts(*split_address(self.master))
         finally:
             asked.close()
 
-    def _spawn(self, name: str, arguments: list[str]) -> _Child:
-        log_file = self.log_folder / f"{name}.log"
-        command = [sys.executable, "-m", "dataplane.mooncake_node", arguments[0]]
-        command += ["--parent", str(os.getpid()), *arguments[1:]]
-        environment = dict(os.environ)
+    def _spawn(self, name: str, arguments: list[str]) -> ChildProcess:
         # The package is imported by its name, wherever this process found it.
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        with log_file.open("wb") as out:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches us, and we end the children in order
-            )
-        return _Child(name, process, log_file)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        command = [sys.executable, "-m", "dataplane.mooncake_node", *arguments]
+        log_file = self.log_folder / f"{name}.log"
+        log_file.unlink(missing_ok=True)  # what an earlier process said in it is not this one's
+        return ChildProcess.start(name, command, log_file, environment)
 
 
 def master_binary() -> Path:
@@ -258,14 +215,10 @@ def main(arguments: list[str] | None = None) -> int:
     node.add_argument("--protocol", default="tcp")
     node.add_argument("--devices", default="")
     node.add_argument("--local-hostname", default="")
-    master = roles.add_parser("master", help="become mooncake_master; further flags are its own")
-    for role in (node, master):
-        role.add_argument("--parent", type=int, help="end when this process does")
+    roles.add_parser("master", help="become mooncake_master; further flags are its own")
     chosen, flags = parser.parse_known_args(arguments)
     if chosen.role == "node" and flags:
         parser.error(f"unknown arguments: {' '.join(flags)}")
-    if chosen.parent is not None:
-        _die_with(chosen.parent)
     if chosen.role == "master":
         _become_master(flags)
     return _lend_memory(chosen)
@@ -273,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _become_master(flags: list[str]) -> NoReturn:
     binary = str(master_binary())
-    os.execv(binary, [binary, *flags])  # noqa: S606 - the signal on the parent's death survives the exec
+    os.execv(binary, [binary, *flags])  # noqa: S606
 
 
 def _lend_memory(chosen: argparse.Namespace) -> int:
@@ -311,31 +264,6 @@ def _populate(base: int, length: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(base), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
         log.warning("the segment could not be prefaulted: %s", os.strerror(ctypes.get_errno()))
-
-
-def _die_with(parent: int) -> None:
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        sys.exit(f"the process {parent} that started this one is gone")
-
-
-def _accepts(address: str) -> bool:
-    try:
-        socket.create_connection(split_address(address), timeout=0.2).close()
-    except OSError:
-        return False
-    return True
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server((_LOOPBACK, 0)) for _ in range(count)]
-    try:
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from api.logs import configure_logging, get_logger
 from api.metrics import MULTIPROCESS_FOLDER
 from api.server import check_files, serve_until_told
 from api.settings import ENV_PREFIX, Settings, flag_of, setting_fields, spellings
-from caketin.child_process import die_with_parent
 from caketin.commands.store_purger import StorePurger
+from dataplane.child_process import die_with_parent
 from metadata.errors import FieldError, InvalidInput
 
 _CONFIG: Final = "config"
