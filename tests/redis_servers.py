@@ -23,6 +23,7 @@ KINDS = ("valkey", "redis7", "cluster", "sentinel")
 
 CLUSTER_NODES = 3
 SERVICE = "caketin"
+REPO = Path(__file__).resolve().parent.parent
 
 
 def valkey_binary() -> str:
