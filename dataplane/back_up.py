@@ -35,7 +35,7 @@ class BackedUp:
         stored: pool name -> pages whose every object of this rank is confirmed, bool (pages,).
         bytes: bytes of those pages.
         committed: pages of which the index took something.
-        rejected: (page, pool) that the index did not take.
+        rejected: what the index did not take, and why; `page` is an index into the call's pages.
         error: what cut the transfer short, or kept the index from learning of all that is stored; None when
             nothing did. What is stored stays stored, and the same call may be made again.
         transfers_done: every page of every pool that was asked for is stored and committed (O4).
@@ -44,7 +44,7 @@ class BackedUp:
     stored: dict[str, BoolArray]
     bytes: int
     committed: int
-    rejected: list[tuple[int, str]]
+    rejected: list[control.Rejection]
     error: CaketinError | None
     transfers_done: bool
 
@@ -77,7 +77,7 @@ class BackUp:
         # Which shards of which pages are confirmed, which claims the index took and which it refused.
         self._held = {n: np.zeros((pages, len(pools.bound[n].shards)), np.bool_) for n in self._slots}
         self._claimed = {n: np.zeros(pages, np.bool_) for n in self._slots}
-        self._rejected = {n: np.zeros(pages, np.bool_) for n in self._slots}
+        self._rejected: dict[tuple[int, str], control.Rejection] = {}
         self._committed_to = 0
         self._commit_error: CaketinError | None = None
 
@@ -108,7 +108,7 @@ class BackUp:
             stored=stored,
             bytes=sum(int(s.sum()) * self._pools.bound[n].bytes_per_page for n, s in stored.items()),
             committed=int(taken.sum()),
-            rejected=sorted((p, n) for n, r in self._rejected.items() for p in np.flatnonzero(r).tolist()),
+            rejected=[self._rejected[where] for where in sorted(self._rejected)],
             error=error,
             transfers_done=whole and error is None,
         )
@@ -215,13 +215,17 @@ class BackUp:
 
     def _note(self, here: slice, call: dict[str, Statement], result: control.CommitResult) -> None:
         refused = {n: np.zeros_like(said.pages) for n, said in call.items()}
+        for name, said in call.items():
+            for page in np.flatnonzero(said.pages).tolist() if self._rejected else ():
+                self._rejected.pop((here.start + page, name), None)
         for one in result.rejected:
             if one.pool not in refused or one.page >= here.stop - here.start:
                 raise ControlPlaneAway(f"a commit was answered for page {one.page} of pool {one.pool!r}")
             refused[one.pool][one.page] = True
+            page = here.start + one.page
+            self._rejected[page, one.pool] = control.Rejection(page=page, pool=one.pool, code=one.code)
         for name, said in call.items():
             self._claimed[name][here][said.pages] = ~refused[name][said.pages]
-            self._rejected[name][here][said.pages] = refused[name][said.pages]
 
 
 def _passing(error: CaketinError | None) -> bool:

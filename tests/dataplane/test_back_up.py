@@ -391,7 +391,7 @@ def test_rejected_pages_are_named_and_not_counted_as_committed():
         world.fill(slots)
         world.claims.reject = lambda page, pool: pool == "swa" and page == page_hash(3)
         done = world.mover.back_up(hashes_of(4), slots)
-        assert done.rejected == [(3, "swa")]
+        assert done.rejected == [control.Rejection(page=3, pool="swa", code="anchor_missing")]
         assert done.committed == 4
         assert not done.transfers_done
 
