@@ -1,8 +1,9 @@
-"""Keeps each tenant's claims within its quota, off the path of a commit.
+"""Keeps each tenant's claims within its quota, off the path of most commits.
 
 What a tenant has claimed is added up over its namespaces from the index's counters of complete pages, at most
-once a second in each process. A commit is judged by the last sum, so a tenant may go over by what it commits
-within that time. Claims of pages that the store has evicted count until a reader or the sweep clears them.
+once a second in each process: one commit a second waits for it, the others are judged by the last sum. So a
+tenant may go over by what it commits within that second. Claims of pages that the store has evicted count
+until a reader or the sweep clears them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from metadata.quota_rules import Amount, Quota
 from metadata.registry import Registry
 
 FRESH_SECONDS: Final = 1.0
-"""A sum is taken anew for the first commit after that time, which does not wait for it."""
-STALE_SECONDS: Final = 10.0
-"""A commit waits rather than be judged by an older sum."""
+"""How long a sum is used."""
+COUNTING_SHARE: Final = 20
+"""A sum is used for so many times as long as it took, so that many namespaces do not keep Redis counting."""
 MAX_TENANTS: Final = 4_096
 
 QuotaOf: TypeAlias = Callable[[str], Quota]
@@ -29,10 +30,10 @@ QuotaOf: TypeAlias = Callable[[str], Quota]
 
 @dataclass(slots=True)
 class _Sum:
-    """What a tenant had claimed, and when; `taking` is the sum that is being taken."""
+    """What a tenant had claimed, until when that is used, and the sum that is being taken."""
 
-    amount: Amount | None = None
-    at: float = float("-inf")
+    amount: Amount = field(default_factory=Amount)
+    fresh_until: float = float("-inf")
     taking: asyncio.Task[Amount] | None = None
 
 
@@ -67,13 +68,10 @@ class TenantQuotas:
             return
         problem = quota.excess(await self.claimed(tenant), more)
         if problem is not None:
-            # The sum may be from before a purge: look again before a refusal, once a second at most.
-            problem = quota.excess(await self.claimed(tenant, within=FRESH_SECONDS), more)
-        if problem is not None:
             raise QuotaExceeded(problem)
 
-    async def claimed(self, tenant: str, *, within: float = STALE_SECONDS) -> Amount:
-        """Return what a tenant has claimed, as of at most `within` seconds ago.
+    async def claimed(self, tenant: str) -> Amount:
+        """Return what a tenant had claimed a second ago or later.
 
         Raises:
             RedisUnavailable: the claims cannot be counted.
@@ -81,20 +79,21 @@ class TenantQuotas:
         if tenant not in self._sums and len(self._sums) >= MAX_TENANTS:
             self._forget()
         found = self._sums.setdefault(tenant, _Sum())
-        age = time.monotonic() - found.at
-        if age >= FRESH_SECONDS and found.taking is None:
-            found.taking = asyncio.create_task(self._take(tenant, found))
-            # Where nobody waits for the sum, nobody is there to learn that Redis was away.
-            found.taking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        if found.amount is not None and age < within:
+        if time.monotonic() < found.fresh_until:
             return found.amount
-        # A caller that gives up must not end the count for those who wait with it.
-        return await asyncio.shield(found.taking) if found.taking is not None else Amount()
+        if found.taking is None:
+            found.taking = asyncio.create_task(self._take(tenant, found))
+            # Whoever waits may have left by the time that Redis turns out to be away.
+            found.taking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # A caller that leaves must not end the sum for those who wait with it.
+        return await asyncio.shield(found.taking)
 
     async def _take(self, tenant: str, found: _Sum) -> Amount:
+        started = time.monotonic()
         try:
             found.amount = await self._count(tenant)
-            found.at = time.monotonic()
+            now = time.monotonic()
+            found.fresh_until = now + max(FRESH_SECONDS, COUNTING_SHARE * (now - started))
         finally:
             found.taking = None
         return found.amount
@@ -114,5 +113,5 @@ class TenantQuotas:
     def _forget(self) -> None:
         now = time.monotonic()
         for tenant, found in list(self._sums.items()):
-            if found.taking is None and now - found.at > STALE_SECONDS:
+            if found.taking is None and found.fresh_until < now:
                 del self._sums[tenant]
