@@ -16,6 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -252,6 +253,7 @@ def _sums_of(event: CountedLookup | CountedPages) -> list[tuple[Key, int]]:
     ]
 
 
+@lru_cache(maxsize=4096)  # a lookup of six pools asks for twenty rows, the same ones every time
 def _row(source: Source, pool: str, metric: str) -> str:
     return json.dumps([source.tenant, source.namespace, source.model, source.engine, pool, metric])
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal, get_args
 
 from metadata.errors import FieldError, InvalidInput
@@ -53,8 +54,7 @@ class Namespace:
     @property
     def namespace_id(self) -> str:
         """Sixteen hex digits: the first 64 bits of SHA-256 over the canonical JSON of the identity."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(b"caketin-namespace-v1\n" + text.encode()).hexdigest()[:16]
+        return _namespace_id(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the identity as plain JSON values; holds no secret."""
@@ -92,6 +92,12 @@ def fingerprint(salt: str | None) -> str | None:
         error = FieldError("namespace_salt", "bad_text", "has no UTF-8 form (a lone surrogate)")
         raise InvalidInput("the namespace cannot be used", [error]) from None
     return hashlib.sha256(b"caketin-namespace-salt-v1\n" + encoded).hexdigest()[:32]
+
+
+@lru_cache(maxsize=1024)  # asked for several times by every call
+def _namespace_id(ns: Namespace) -> str:
+    text = json.dumps(ns.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(b"caketin-namespace-v1\n" + text.encode()).hexdigest()[:16]
 
 
 def _errors(ns: Namespace) -> list[FieldError]:

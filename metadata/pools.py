@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from metadata.errors import FieldError, InvalidInput
@@ -125,7 +126,7 @@ class PoolSpec:
         The first 32 bits of SHA-256 over the canonical JSON of name, parts, object layout and shard count.
         Hit policy and `indices_from` say how an engine *uses* a page, not what its bytes are: left out.
         """
-        return hashlib.sha256(_canonical(self.variant())).hexdigest()[:8]
+        return _pool_id(self)
 
     def variant(self) -> dict[str, Any]:
         """Return what the pool id is made of, as plain JSON values."""
@@ -233,6 +234,11 @@ def shard_errors(field: str, shards: Sequence[int], shard_count: int) -> list[Fi
     if outside:
         errors.append(FieldError(field, "out_of_range", f"has {outside}, shards are 0 to {shard_count - 1}"))
     return errors
+
+
+@lru_cache(maxsize=4096)  # asked for several times by every call
+def _pool_id(spec: PoolSpec) -> str:
+    return hashlib.sha256(_canonical(spec.variant())).hexdigest()[:8]
 
 
 def _canonical(value: object) -> bytes:
