@@ -1,180 +1,147 @@
-"""One rank of an engine that has no model: looks up, prefetches what is restorable, backs up the rest."""
+"""Replays a load: look up, prefetch what is restorable, back up the rest, and count what came of it."""
 
 from __future__ import annotations
 
-import contextlib
-import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from caketin.replay.page_bytes import PageWriter
-from caketin.replay.pool_sets import rank_pools
-from caketin.replay.report import Latencies, Report
-from caketin.replay.trace import TRACE_PAGE_TOKENS, Load, tokens
-from dataplane.attach import Attached, attached
-from dataplane.bound_pool import BoundPool
-from dataplane.control_client import (
-    ControlClient,
-    ControlPlaneAway,
-    ControlSettings,
-    ModelIdentity,
-    RankIdentity,
-)
-from dataplane.host_memory import HostMemory
+from caketin.replay.rank import ReplaySettings, Restored, Stored
+from caketin.replay.rank_group import RankGroup, rank_group
+from caketin.replay.report import Report
+from caketin.replay.trace import Load, tokens
+from dataplane.control_plane import ControlPlaneAway, ControlRefused
 from dataplane.messages.control import LookupResult
-from dataplane.page_mover import Slots
 from metadata.codec import PageHashes
 from metadata.page_hash import page_hashes
 
+__all__ = ["ReplaySettings", "replay"]
 
-@dataclass(frozen=True)
-class ReplaySettings:
-    """How to replay.
-
-    Attributes:
-        url: of the control plane.
-        pools: name of a pool set.
-        page_bytes: bytes of a page over all pools.
-        page_tokens: tokens of a page.
-        verify: whether restored bytes are compared.
-        engine_id: what to register as.
-        model: name of the namespace's model.
-        call_seconds: deadline of a control call.
-        token: access token, or None.
-    """
-
-    url: str
-    pools: str = "deepseek-v4"
-    page_bytes: int = 4096
-    page_tokens: int = TRACE_PAGE_TOKENS
-    verify: bool = False
-    engine_id: str = "replay-0"
-    model: str = "replay"
-    call_seconds: float = 2.0
-    token: str | None = field(default=None, repr=False)
+_LOOK_SECONDS: Final = 0.2
 
 
 class Replay:
-    """A replay of one load by one rank."""
+    """A replay of one load by one engine.
+
+    A control plane or store that is away is counted and does not end it: a lookup without an answer is
+    `degraded` and no miss, a transfer that fails restores or stores nothing.
+    """
 
     def __init__(
-        self, settings: ReplaySettings, load: Load, me: Attached, memories: list[HostMemory]
+        self, settings: ReplaySettings, load: Load, group: RankGroup, advance: Callable[[int], None]
     ) -> None:
         self._settings = settings
-        self._load = load
-        self._me = me
-        self._writers = {m.pool.name: PageWriter(m) for m in memories if m.pool.parts}
-        self._slots = np.arange(max(1, load.longest), dtype=np.int64)
-        self.report = Report(load.name, settings.pools, me.store.kind)
+        self._group = group
+        self._advance = advance
+        self._requests = iter(load.requests)
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._failure: BaseException | None = None
+        self.report = Report(
+            load.name,
+            settings.pools,
+            group.leader.store,
+            tp=settings.tp,
+            sidecars=settings.sidecars,
+            concurrency=settings.concurrency,
+        )
 
-    def run(self, client: ControlClient, advance: Callable[[int], None]) -> Report:
-        """Replay every request in order.
-
-        Args:
-            client: the rank's.
-            advance: told how many pages were dealt with, after each request.
-        """
+    def run(self) -> Report:
+        """Replay every request; in order, and one after the other where only one may be in flight."""
         start = time.perf_counter()
-        for ids in self._load.requests:
-            self._one(client, ids)
-            advance(len(ids))
+        if self._settings.concurrency == 1:
+            self._replay_lane(0)
+        else:
+            self._replay_lanes()
         self.report.seconds = time.perf_counter() - start
+        if self._failure is not None:
+            raise self._failure
+        self.report.reported_pages = self._group.reported_pages()
+        self.report.events.update(self._group.leader.membership.events)
         return self.report
 
-    def _one(self, client: ControlClient, ids: list[int]) -> None:
+    def _replay_lanes(self) -> None:
+        lanes = [
+            threading.Thread(target=self._replay_lane, args=(i,), name=f"replay-request-{i}", daemon=True)
+            for i in range(self._settings.concurrency)
+        ]
+        for lane in lanes:
+            lane.start()
+        try:
+            for lane in lanes:
+                while lane.is_alive():
+                    lane.join(_LOOK_SECONDS)
+        finally:
+            self._stopped.set()
+
+    def _replay_lane(self, lane: int) -> None:
+        try:
+            for ids in self._taken():
+                self._one(lane, ids)
+        except Exception as error:
+            self._failure = self._failure or error
+            self._stopped.set()
+
+    def _taken(self) -> Iterator[list[int]]:
+        while not self._stopped.is_set():
+            with self._lock:
+                ids = next(self._requests, None)
+            if ids is None:
+                return
+            yield ids
+
+    def _one(self, lane: int, ids: list[int]) -> None:
         size = self._settings.page_tokens
         hashes = PageHashes.of(page_hashes(tokens(ids, size), size))
-        report = self.report
-        report.requests += 1
-        report.asked_pages += len(hashes)
-        found = self._lookup(client, hashes)
-        restored = self._prefetch(hashes, found) if found is not None and found.hit_pages else 0
-        report.hit_pages += restored
+        found = self._lookup(hashes)
+        restored = 0
+        if found is not None and found.hit_pages:
+            done = self._group.prefetch(lane, hashes, found)
+            restored = done.pages
+            self._note_prefetch(found, done)
         if restored < len(hashes):
-            self._back_up(hashes, restored)
+            self._note_back_up(self._group.back_up(lane, hashes, restored))
+        self._advance(len(ids))
 
-    def _lookup(self, client: ControlClient, hashes: PageHashes) -> LookupResult | None:
-        report = self.report
-        try:
-            with self._timed("lookup"):
-                found = client.lookup(self._me.namespace_id, hashes)
-        except ControlPlaneAway:
-            report.degraded += 1
-            return None
-        report.promised_pages += found.hit_pages
-        report.degraded += found.degraded
-        report.pool_hits.update(found.pools)
-        if found.miss is not None:
-            report.misses[found.miss.reason] += len(hashes) - found.hit_pages
-        return found
-
-    def _prefetch(self, hashes: PageHashes, found: LookupResult) -> int:
-        slots = self._page_slots(len(hashes))
-        if self._settings.verify:
-            for name, writer in self._writers.items():
-                writer.wipe(slots[name])
-        with self._timed("prefetch"):
-            done = self._me.mover.prefetch(hashes, found, slots)
-        if done.error is not None:
-            raise done.error
-        self.report.bytes_read += done.bytes
-        self.report.lost_pages += found.hit_pages - done.pages
-        if self._settings.verify and done.pages:
-            self._verify(hashes, done.pages, done.read)
-        return done.pages
-
-    def _verify(self, hashes: PageHashes, pages: int, read: dict[str, NDArray[np.bool_]]) -> None:
-        right = np.ones(pages, np.bool_)
-        for name, writer in self._writers.items():
-            for page in np.flatnonzero(read[name][:pages]).tolist():
-                right[page] &= writer.intact(int(self._slots[page]), hashes[page])
-        self.report.verified_pages += pages
-        self.report.wrong_pages += int((~right).sum())
-
-    def _back_up(self, hashes: PageHashes, first: int) -> None:
-        for page in range(first, len(hashes)):
-            for writer in self._writers.values():
-                writer.fill(int(self._slots[page]), hashes[page])
-        rest = hashes[first:]
-        slots = dict.fromkeys(self._writers, self._slots[first : len(hashes)])
-        with self._timed("back up"):
-            done = self._me.mover.back_up(rest, slots)
-        if done.error is not None:
-            raise done.error
-        self.report.backed_up_pages += done.committed
-        self.report.bytes_written += done.bytes
-
-    def _page_slots(self, pages: int) -> Slots:
-        return dict.fromkeys(self._writers, self._slots[:pages])
-
-    @contextlib.contextmanager
-    def _timed(self, call: str) -> Iterator[None]:
+    def _lookup(self, hashes: PageHashes) -> LookupResult | None:
+        leader = self._group.leader
         start = time.perf_counter()
+        found, error = None, None
         try:
-            yield
-        finally:
-            self.report.latencies.setdefault(call, Latencies()).seconds.append(time.perf_counter() - start)
+            found = leader.client.lookup(leader.namespace_id, hashes)
+        except ControlPlaneAway as away:
+            error = away.code
+        except ControlRefused as refused:
+            leader.membership.seen(refused)
+            error = refused.refusal
+        seconds = time.perf_counter() - start
+        with self._lock:
+            self.report.looked_up(len(hashes), found, seconds, error)
+        return None if found is None or found.degraded else found
+
+    def _note_prefetch(self, found: LookupResult, done: Restored) -> None:
+        with self._lock:
+            self.report.prefetched(found.hit_pages, done, verified=self._settings.verify)
+
+    def _note_back_up(self, done: Stored) -> None:
+        with self._lock:
+            self.report.backed_up(done)
 
 
 def replay(settings: ReplaySettings, load: Load, advance: Callable[[int], None]) -> Report:
-    """Register an engine of one rank, replay the load, and leave.
+    """Register an engine, replay the load, and leave. In the main thread, where there are several ranks.
+
+    Args:
+        settings: how.
+        load: what.
+        advance: told how many pages were dealt with, after each request, from whichever thread.
 
     Raises:
-        InvalidInput: no such pool set or page size.
+        InvalidInput: no such pool set, page size or number of ranks.
         ControlPlaneAway, ControlRefused: the registration failed.
         StoreUnavailable: the store that the control plane names cannot be reached.
+        ChildFailed: a rank's process is gone.
     """
-    pools = rank_pools(settings.pools, settings.page_bytes)
-    slots = max(1, load.longest)
-    memories = [HostMemory(p.spec, slots) for p in pools]
-    bound = [BoundPool(p, () if p.spec.logical else (m.pool,)) for p, m in zip(pools, memories, strict=True)]
-    me = RankIdentity(settings.engine_id, "dp0-pp0-cp0-tp0", secrets.token_hex(16))
-    control = ControlSettings(settings.url, call_seconds=settings.call_seconds, token=settings.token)
-    client = ControlClient(control, me)
-    model = ModelIdentity(settings.model, f"{settings.pools}-{settings.page_bytes}", settings.page_tokens)
-    with contextlib.closing(client), attached(client, model, bound) as joined:
-        return Replay(settings, load, joined, memories).run(client, advance)
+    with rank_group(settings, load.longest) as group:
+        return Replay(settings, load, group, advance).run()

@@ -10,30 +10,34 @@ from numpy.typing import NDArray
 
 from dataplane.host_memory import HostMemory
 
+BYTES_VERSION: Final = 2
+"""Part of the namespace's revision: raise it when `expected` changes, or stored pages become wrong ones."""
+
 _BLOCK: Final = 4093
 """Bytes made by the hash; longer parts repeat them. A prime, so that no power of two lines up with it."""
 
 _WIPED: Final = 0xA5
 
 
-def expected(page_hash: bytes, pool: str, part: str, size: int) -> NDArray[np.uint8]:
-    """Return the bytes of a part of a page, uint8, (size,)."""
-    seed = b"\0".join((page_hash, pool.encode(), part.encode()))
+def expected(page_hash: bytes, pool: str, shard: int, part: str, size: int) -> NDArray[np.uint8]:
+    """Return the bytes of a part of a shard of a page, uint8, (size,)."""
+    seed = b"\0".join((page_hash, pool.encode(), b"%d" % shard, part.encode()))
     block = np.frombuffer(hashlib.shake_128(seed).digest(min(size, _BLOCK)), np.uint8)
     return block if size <= _BLOCK else np.resize(block, size)
 
 
 class PageWriter:
-    """Fills, wipes and checks the slots of one pool's memory (page-first layouts)."""
+    """Fills, wipes and checks the slots of one shard's memory (page-first layouts)."""
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: HostMemory, shard: int) -> None:
         self._pool = memory.pool.name
+        self._shard = shard
         self._parts = [(p.part, p.bytes, memory.columns(p.part)[0]) for p in memory.pool.parts]
 
     def fill(self, slot: int, page_hash: bytes) -> None:
         """Write the bytes of a page into its slot."""
         for part, size, column in self._parts:
-            column[slot] = expected(page_hash, self._pool, part, size)
+            column[slot] = expected(page_hash, self._pool, self._shard, part, size)
 
     def wipe(self, slots: NDArray[np.int64]) -> None:
         """Overwrite slots, so that what is read later cannot be what was written before."""
@@ -43,6 +47,6 @@ class PageWriter:
     def intact(self, slot: int, page_hash: bytes) -> bool:
         """Return whether a slot holds exactly the bytes of a page."""
         return all(
-            bool((column[slot] == expected(page_hash, self._pool, part, size)).all())
+            bool((column[slot] == expected(page_hash, self._pool, self._shard, part, size)).all())
             for part, size, column in self._parts
         )

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Final
 
 from metadata.errors import FieldError, InvalidInput
-from metadata.pools import AllPages, Part, PoolSpec, RankPool, TrailingPages
+from metadata.pools import Part, PoolSpec, RankPool, TrailingPages
 
 MIN_PART_BYTES: Final = 16
+MAX_TP: Final = 64
 
 # Bytes a page of 256 tokens: DeepSeek V4 Flash (43 layers: 2 sliding-window only, 21 c4, 20 c128).
 _V4_BYTES: Final = {
@@ -18,9 +19,17 @@ _V4_BYTES: Final = {
     "swa": 6_439_680,
 }
 
+# Bytes a page of 512 tokens, in the proportions of a model with one full-attention layer in four: K and V of
+# two heads in 12 layers; the state of 36 linear-attention layers, which does not grow with the page.
+_HYBRID_KV: Final = 6_291_456
+_HYBRID_STATE: Final = {"temporal": 75_497_472, "conv_0": 1_769_472}
 
-def deepseek_v4(page_bytes: int) -> list[PoolSpec]:
-    """Return DeepSeek V4's pools: a logical anchor, three compressed pools and the sliding window."""
+
+def deepseek_v4(page_bytes: int, _shards: int = 1) -> list[PoolSpec]:
+    """Return DeepSeek V4's pools: a logical anchor, three compressed pools and the sliding window.
+
+    Every rank holds the same bytes, so there is one shard at any TP size.
+    """
     total = sum(_V4_BYTES.values())
     size = {n: max(MIN_PART_BYTES, b * page_bytes // total) for n, b in _V4_BYTES.items()}
     compressed = [
@@ -31,33 +40,56 @@ def deepseek_v4(page_bytes: int) -> list[PoolSpec]:
     return [PoolSpec("kv", (), logical=True), *compressed, window]
 
 
-def mha_swa(page_bytes: int) -> list[PoolSpec]:
+def mha(page_bytes: int, shards: int = 1) -> list[PoolSpec]:
+    """Return the pool of a model with full attention only, its heads shared out over the ranks."""
+    return [PoolSpec("kv", _k_and_v(page_bytes // 2 // shards), shards)]
+
+
+def mha_swa(page_bytes: int, shards: int = 1) -> list[PoolSpec]:
     """Return the pools of a model with one full-attention layer in six; the others see four pages."""
-    full = max(MIN_PART_BYTES, page_bytes // 12)
-    window = max(MIN_PART_BYTES, page_bytes * 5 // 12)
+    window = _k_and_v(page_bytes * 5 // 12 // shards)
     return [
-        PoolSpec("kv", (Part("k", "bfloat16", full), Part("v", "bfloat16", full)), hit_policy=AllPages()),
-        PoolSpec(
-            "swa",
-            (Part("k", "bfloat16", window), Part("v", "bfloat16", window)),
-            hit_policy=TrailingPages(4),
-        ),
+        PoolSpec("kv", _k_and_v(page_bytes // 12 // shards), shards),
+        PoolSpec("swa", window, shards, hit_policy=TrailingPages(4)),
     ]
 
 
-POOL_SETS: Final[dict[str, Callable[[int], list[PoolSpec]]]] = {
+def mamba_hybrid(page_bytes: int, shards: int = 1) -> list[PoolSpec]:
+    """Return the pools of a model with one full-attention layer in four; the others keep a state."""
+    total = 2 * _HYBRID_KV + sum(_HYBRID_STATE.values())
+    state = {n: max(MIN_PART_BYTES, b * page_bytes // total // shards) for n, b in _HYBRID_STATE.items()}
+    parts = (
+        Part("temporal", "float32", state["temporal"]),
+        Part("conv_0", "bfloat16", state["conv_0"]),
+    )
+    return [
+        PoolSpec("kv", _k_and_v(_HYBRID_KV * page_bytes // total // shards), shards),
+        PoolSpec("mamba", parts, shards, hit_policy=TrailingPages(1)),
+    ]
+
+
+def _k_and_v(size: int) -> tuple[Part, Part]:
+    each = max(MIN_PART_BYTES, size)
+    return Part("k", "bfloat16", each), Part("v", "bfloat16", each)
+
+
+POOL_SETS: Final[dict[str, Callable[[int, int], list[PoolSpec]]]] = {
     "deepseek-v4": deepseek_v4,
+    "mha": mha,
     "mha-swa": mha_swa,
+    "mamba-hybrid": mamba_hybrid,
 }
 
 
-def rank_pools(name: str, page_bytes: int) -> list[RankPool]:
-    """Return the pools of a single rank.
+def rank_pools(name: str, page_bytes: int, tp: int = 1, tp_rank: int = 0) -> list[RankPool]:
+    """Return the pools of one rank.
 
     Args:
         name: one of `POOL_SETS`.
-        page_bytes: bytes of a page over all pools, shared out in the model's proportions; a part has at least
-            16.
+        page_bytes: bytes of a page over all pools and shards, shared out in the model's proportions; a part
+            has at least 16.
+        tp: ranks of the engine.
+        tp_rank: which of them.
 
     Raises:
         InvalidInput: no such set, or a size that is none.
@@ -69,4 +101,8 @@ def rank_pools(name: str, page_bytes: int) -> list[RankPool]:
     if not MIN_PART_BYTES <= page_bytes <= 1 << 30:
         detail = f"is {page_bytes}, must be {MIN_PART_BYTES} to 2^30"
         raise InvalidInput("no such page", [FieldError("--page-bytes", "out_of_range", detail)])
-    return [RankPool(spec, (0,)) for spec in POOL_SETS[name](page_bytes)]
+    if not 1 <= tp <= MAX_TP:
+        detail = f"is {tp}, must be 1 to {MAX_TP}"
+        raise InvalidInput("no such engine", [FieldError("--tp", "out_of_range", detail)])
+    specs = POOL_SETS[name](page_bytes, tp)
+    return [RankPool(spec, (tp_rank if spec.shard_count > 1 else 0,)) for spec in specs]

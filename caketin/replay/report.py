@@ -1,15 +1,21 @@
-"""What a replay found: numbers first, then the table a person reads."""
+"""What a replay found: numbers first, then the tables a person reads."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from caketin.replay.rank import Restored, Stored
+from dataplane.messages.control import LookupResult
+
+_NOT_PLAIN: Final = frozenset({"pool_hits", "misses", "lost", "errors", "events", "latencies", "seconds"})
 
 
 @dataclass
@@ -39,19 +45,30 @@ class Report:
         load: name of the load.
         pools: name of the pool set.
         store: kind of the store.
+        tp: ranks.
+        sidecars: which pages of windowed pools were backed up.
+        concurrency: requests in flight.
         requests: replayed.
         asked_pages: pages that the requests have together.
+        degraded: lookups without an answer: the control plane or its Redis was away.
+        degraded_pages: pages of those lookups; they are no misses, and no hits either.
         promised_pages: pages that the lookups said are restorable.
-        hit_pages: pages that were restored, that is read.
-        backed_up_pages: pages that were stored anew.
+        hit_pages: pages that were restored, that is read by every rank.
+        backed_up_pages: pages that the index took something of.
+        rejected_claims: claims of pages that the index refused.
         lost_pages: promised and not restored.
+        reported_pages: pages that were reported missing, by each rank for itself.
         wrong_pages: restored pages whose bytes were not what was written; anything but 0 is a fault.
         verified_pages: restored pages whose bytes were compared.
         pool_hits: pool -> pages that the pool alone would have allowed, as the lookups say.
         misses: reason -> pages that were not restorable.
-        bytes_read: from the store.
-        bytes_written: to the store.
-        degraded: lookups that the control plane could not answer.
+        lost: reason -> pages that were promised and lost, by the reason of the first of each request.
+        errors: call and code -> how often a call failed as a whole.
+        events: what else the leader met: registered again, failed heartbeats.
+        bytes_read: from the store, by all ranks.
+        bytes_written: to the store, by all ranks.
+        read_seconds: in prefetches, of the slowest rank.
+        write_seconds: in back ups, of the slowest rank.
         seconds: wall clock of the replay.
         latencies: call -> durations.
     """
@@ -59,70 +76,138 @@ class Report:
     load: str
     pools: str
     store: str
+    tp: int = 1
+    sidecars: str = "all"
+    concurrency: int = 1
     requests: int = 0
     asked_pages: int = 0
+    degraded: int = 0
+    degraded_pages: int = 0
     promised_pages: int = 0
     hit_pages: int = 0
     backed_up_pages: int = 0
+    rejected_claims: int = 0
     lost_pages: int = 0
+    reported_pages: int = 0
     wrong_pages: int = 0
     verified_pages: int = 0
     pool_hits: Counter[str] = field(default_factory=Counter)
     misses: Counter[str] = field(default_factory=Counter)
+    lost: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
     bytes_read: int = 0
     bytes_written: int = 0
-    degraded: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
     seconds: float = 0.0
     latencies: dict[str, Latencies] = field(default_factory=dict)
 
     @property
+    def queried_pages(self) -> int:
+        """Pages that the control plane gave an answer for."""
+        return self.asked_pages - self.degraded_pages
+
+    @property
     def hit_rate(self) -> float:
-        """Restored pages of the asked ones, 0 to 1."""
-        return self.hit_pages / self.asked_pages if self.asked_pages else 0.0
+        """Restored pages of those that the control plane gave an answer for, 0 to 1."""
+        return self.hit_pages / self.queried_pages if self.queried_pages else 0.0
+
+    def looked_up(self, pages: int, found: LookupResult | None, seconds: float, error: str | None) -> None:
+        """Count a request's lookup; `found` is None where no answer came, for the reason `error`."""
+        self.requests += 1
+        self.asked_pages += pages
+        self._time("lookup", seconds)
+        if error is not None:
+            self.errors[f"lookup: {error}"] += 1
+        if found is None or found.degraded:
+            self.degraded += 1
+            self.degraded_pages += pages
+            return
+        self.promised_pages += found.hit_pages
+        self.pool_hits.update(found.pools)
+        if found.miss is not None:
+            self.misses[found.miss.reason] += pages - found.hit_pages
+
+    def prefetched(self, promised: int, done: Restored, *, verified: bool) -> None:
+        """Count a prefetch of `promised` pages."""
+        self._time("prefetch", done.seconds)
+        self.read_seconds += done.seconds
+        self.bytes_read += done.bytes
+        self.hit_pages += done.pages
+        if done.pages < promised:
+            self.lost_pages += promised - done.pages
+            self.lost[done.lost_because or done.error or "unknown"] += promised - done.pages
+        if done.error is not None:
+            self.errors[f"prefetch: {done.error}"] += 1
+        if verified:
+            self.verified_pages += done.pages
+            self.wrong_pages += len(done.wrong)
+
+    def backed_up(self, done: Stored) -> None:
+        """Count a back up."""
+        self._time("back up", done.seconds)
+        self.write_seconds += done.seconds
+        self.bytes_written += done.bytes
+        self.backed_up_pages += done.claimed
+        self.rejected_claims += done.rejected
+        if done.error is not None:
+            self.errors[f"back up: {done.error}"] += 1
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers as plain JSON values."""
-        plain = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in {"pool_hits", "misses", "latencies", "seconds"}
-        }
+        plain = {name: value for name, value in self.__dict__.items() if name not in _NOT_PLAIN}
+        counters = ("pool_hits", "misses", "lost", "errors", "events")
         return {
             **plain,
+            **{name: dict(sorted(getattr(self, name).items())) for name in counters},
+            "queried_pages": self.queried_pages,
             "hit_rate": round(self.hit_rate, 6),
-            "pool_hits": dict(sorted(self.pool_hits.items())),
-            "misses": dict(sorted(self.misses.items())),
+            "read_seconds": round(self.read_seconds, 3),
+            "write_seconds": round(self.write_seconds, 3),
             "seconds": round(self.seconds, 3),
             "latencies": {name: lat.summary() for name, lat in sorted(self.latencies.items())},
         }
 
     def print(self, console: Console) -> None:
-        """Print the table."""
+        """Print the tables."""
         console.print(self._totals())
         console.print(self._by_pool())
         console.print(self._calls())
+        if self.errors or self.events:
+            console.print(_counts("what went wrong on the way", self.errors + self.events, "times"))
 
     def write_json(self, path: str) -> None:
         """Write all numbers to a file, or to standard output for `-`."""
         text = json.dumps(self.to_json(), indent=2) + "\n"
-        with open("/dev/stdout" if path == "-" else path, "w", encoding="utf-8") as out:  # noqa: PTH123
-            out.write(text)
+        Path("/dev/stdout" if path == "-" else path).write_text(text, encoding="utf-8")
+
+    def _time(self, call: str, seconds: float) -> None:
+        self.latencies.setdefault(call, Latencies()).seconds.append(seconds)
+
+    def _title(self) -> str:
+        ranks = f", TP {self.tp}" if self.tp > 1 else ""
+        flight = f", {self.concurrency} in flight" if self.concurrency > 1 else ""
+        how = f"{self.pools}{ranks}, store: {self.store}, sidecars: {self.sidecars}{flight}"
+        return f"{self.load}: {self.requests:,} requests, {how}"
 
     def _totals(self) -> Table:
-        table = Table(title=f"{self.load}: {self.requests:,} requests, {self.pools}, store: {self.store}")
+        table = Table(title=self._title())
         table.add_column("")
         table.add_column("pages", justify="right")
-        table.add_column("of asked", justify="right")
+        table.add_column("of queried", justify="right")
         rows = [
-            ("asked for", self.asked_pages),
-            ("promised by the lookup", self.promised_pages),
-            ("restored from L3", self.hit_pages),
-            ("backed up", self.backed_up_pages),
-            ("promised but lost", self.lost_pages),
-            *((f"miss: {reason}", pages) for reason, pages in self.misses.most_common()),
+            ("asked for", self.asked_pages, ""),
+            *([("no answer (degraded)", self.degraded_pages, "")] if self.degraded else []),
+            ("queried", self.queried_pages, self._share(self.queried_pages)),
+            ("promised by the lookup", self.promised_pages, self._share(self.promised_pages)),
+            ("restored from L3", self.hit_pages, self._share(self.hit_pages)),
+            ("backed up", self.backed_up_pages, self._share(self.backed_up_pages)),
+            *((f"miss: {reason}", pages, self._share(pages)) for reason, pages in self.misses.most_common()),
+            ("promised but lost", self.lost_pages, self._share(self.lost_pages)),
+            *((f"lost: {reason}", pages, self._share(pages)) for reason, pages in self.lost.most_common()),
         ]
-        for name, pages in rows:
-            share = f"{100 * pages / self.asked_pages:.3f} %" if self.asked_pages else ""
+        for name, pages, share in rows:
             table.add_row(name, f"{pages:,}", share)
         wrong = f"{self.wrong_pages:,} of {self.verified_pages:,}"
         table.add_row("wrong bytes", wrong if self.verified_pages else "not compared", "")
@@ -134,21 +219,36 @@ class Report:
         table.add_column("pages", justify="right")
         table.add_column("hit rate", justify="right")
         for name, pages in sorted(self.pool_hits.items()):
-            share = f"{100 * pages / self.asked_pages:.3f} %" if self.asked_pages else ""
-            table.add_row(name, f"{pages:,}", share)
+            table.add_row(name, f"{pages:,}", self._share(pages))
         return table
 
     def _calls(self) -> Table:
-        title = f"{_size(self.bytes_read)} read, {_size(self.bytes_written)} written in {self.seconds:.1f} s"
-        table = Table(title=title)
+        read = f"{_size(self.bytes_read)} read{_speed(self.bytes_read, self.read_seconds)}"
+        written = f"{_size(self.bytes_written)} written{_speed(self.bytes_written, self.write_seconds)}"
+        table = Table(title=f"{read}, {written}; {self.seconds:.1f} s in all")
         for name in ("call", "count", "median ms", "p99 ms", "max ms"):
             table.add_column(name, justify="left" if name == "call" else "right")
         for name, latency in sorted(self.latencies.items()):
             s = latency.summary()
-            if s["count"]:
-                numbers = (f"{s[k]:.2f}" for k in ("p50_ms", "p99_ms", "max_ms"))
-                table.add_row(name, f"{s['count']:,.0f}", *numbers)
+            numbers = (f"{s[k]:.2f}" for k in ("p50_ms", "p99_ms", "max_ms"))
+            table.add_row(name, f"{s['count']:,.0f}", *numbers)
         return table
+
+    def _share(self, pages: int) -> str:
+        return f"{100 * pages / self.queried_pages:.3f} %" if self.queried_pages else ""
+
+
+def _counts(title: str, counts: Counter[str], unit: str) -> Table:
+    table = Table(title=title)
+    table.add_column("")
+    table.add_column(unit, justify="right")
+    for name, count in sorted(counts.items()):
+        table.add_row(name, f"{count:,}")
+    return table
+
+
+def _speed(count: int, seconds: float) -> str:
+    return f" ({_size(count / seconds)}/s)" if count and seconds > 0 else ""
 
 
 def _size(count: float) -> str:

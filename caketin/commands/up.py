@@ -1,0 +1,53 @@
+"""`caketin up`: everything on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from caketin.commands.console import (
+    StoreBytes,
+    StoreOption,
+    clear_errors,
+    ending_as_interrupt,
+    err,
+    fail,
+    running,
+    say_what_runs,
+)
+from caketin.stack import Stack, StackSettings, cache_folder
+
+
+def up(
+    port: Annotated[int, typer.Option(help="port of the control plane", min=1, max=65_535)] = 7411,
+    data_dir: Annotated[Path | None, typer.Option(help="folder for data and logs", file_okay=False)] = None,
+    store: StoreOption = "auto",
+    store_bytes: StoreBytes = 4 << 30,
+    redis_url: Annotated[
+        str | None, typer.Option(help="a Redis that runs already; none: one is started")
+    ] = None,
+) -> None:
+    """Run Redis, a store and the control plane on this machine until Ctrl-C.
+
+    With the file store, pages and claims stay in the data folder for the next time. With Mooncake they are in
+    memory and end with the stack.
+    """
+    settings = StackSettings(data_dir or cache_folder() / "up", port, store, store_bytes, redis_url)
+    with clear_errors(), ending_as_interrupt():
+        try:
+            with running(Stack(settings)) as stack:
+                say_what_runs(stack)
+                err.print("Ctrl-C ends it.")
+                _watch(stack)
+        except KeyboardInterrupt:
+            err.print("ended")
+
+
+def _watch(stack: Stack) -> None:
+    while (dead := stack.dead()) is None:
+        time.sleep(0.2)
+    fail(dead)
+    raise typer.Exit(1)

@@ -1,0 +1,266 @@
+"""One rank of an engine that has no model: its memory, its place in the store, its transfers, its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caketin.replay.lanes import Lanes, NoLane, TransferOverdue
+from caketin.replay.membership import Membership, NotingClient
+from caketin.replay.page_bytes import BYTES_VERSION, PageWriter
+from caketin.replay.pool_sets import rank_pools
+from caketin.replay.trace import TRACE_PAGE_TOKENS
+from dataplane.attach import Attached, attached
+from dataplane.bound_pool import BoundPool
+from dataplane.control_client import ControlSettings, ModelIdentity, RankIdentity
+from dataplane.host_memory import HostMemory
+from dataplane.memory_limits import memory_left
+from dataplane.messages.control import LookupResult
+from dataplane.page_mover import NO_SLOT
+from metadata.codec import PageHashes
+from metadata.errors import CaketinError
+from metadata.pools import RankPool, TrailingPages
+
+Sidecars: TypeAlias = Literal["all", "tail"]
+T = TypeVar("T")
+
+_SPARE_LANES: Final = 2
+"""Lanes beyond the requests in flight: so many transfers may hang before others are not tried."""
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """How to replay.
+
+    Attributes:
+        url: of the control plane.
+        pools: name of a pool set.
+        page_bytes: bytes of a page over all pools and shards.
+        page_tokens: tokens of a page.
+        verify: whether restored bytes are compared.
+        tp: ranks, each a process of its own.
+        sidecars: `tail`: of pools with a trailing window only the last window of each request is backed up,
+            as engines do; `all`: every page of every pool.
+        concurrency: requests in flight.
+        engine_id: what to register as.
+        model: name of the namespace's model.
+        call_seconds: deadline of a control call.
+        transfer_seconds: deadline of a transfer.
+        token: access token, or None.
+    """
+
+    url: str
+    pools: str = "deepseek-v4"
+    page_bytes: int = 4096
+    page_tokens: int = TRACE_PAGE_TOKENS
+    verify: bool = False
+    tp: int = 1
+    sidecars: Sidecars = "all"
+    concurrency: int = 1
+    engine_id: str = "replay-0"
+    model: str = "replay"
+    call_seconds: float = 2.0
+    transfer_seconds: float = 10.0
+    token: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What became of one prefetch on one rank.
+
+    Attributes:
+        pages: the restored length.
+        bytes: read.
+        seconds: in the mover.
+        wrong: restored pages whose bytes were not what was written.
+        lost_because: why the first page behind the restored ones was lost; None where nothing was.
+        error: code of what went wrong, None where nothing did.
+    """
+
+    pages: int
+    bytes: int = 0
+    seconds: float = 0.0
+    wrong: list[int] = field(default_factory=list)
+    lost_because: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What became of one back up on one rank.
+
+    Attributes:
+        claimed: pages that the index took something of.
+        bytes: of the pages that are stored and confirmed.
+        seconds: in the mover.
+        rejected: claims that the index refused.
+        error: code of what went wrong, None where nothing did.
+    """
+
+    claimed: int
+    bytes: int = 0
+    seconds: float = 0.0
+    rejected: int = 0
+    error: str | None = None
+
+
+class Rank:
+    """A rank that has joined. Its calls may come from several threads, as many as requests in flight."""
+
+    def __init__(
+        self,
+        settings: ReplaySettings,
+        joined: Attached,
+        pools: list[BoundPool],
+        writers: dict[str, PageWriter],
+        *,
+        client: NotingClient,
+        membership: Membership,
+        lanes: Lanes,
+        writes: frozenset[str],
+    ) -> None:
+        self.client = client
+        self.membership = membership
+        self.store = joined.store.kind
+        self.namespace_id = joined.namespace_id
+        self._settings = settings
+        self._mover = joined.mover
+        self._writers = writers
+        self._lanes = lanes
+        # Pools that this rank backs up, and the window of those that have one.
+        self._windows = {
+            p.name: p.pool.spec.hit_policy.window_pages
+            for p in pools
+            if isinstance(p.pool.spec.hit_policy, TrailingPages)
+        }
+        self._writes = [name for name in writers if name in writes]
+
+    def prefetch(self, hashes: PageHashes, promise: LookupResult) -> Restored:
+        """Read what is promised, and compare the bytes where that is asked for."""
+
+        def work(lane: NDArray[np.int64]) -> Restored:
+            slots = lane[: len(hashes)]
+            if self._settings.verify:
+                for writer in self._writers.values():
+                    writer.wipe(slots)
+            start = time.perf_counter()
+            done = self._mover.prefetch(hashes, promise, dict.fromkeys(self._writers, slots))
+            seconds = time.perf_counter() - start
+            wrong = self._wrong(hashes, slots, done.read) if self._settings.verify and done.pages else []
+            reasons = self.client.reasons(hashes)
+            because = reasons[min(reasons)] if reasons else None
+            return Restored(done.pages, done.bytes, seconds, wrong, because, self._code_of(done.error))
+
+        return self._on_a_lane(work, lambda code, seconds: Restored(0, 0, seconds, [], code, code))
+
+    def back_up(self, hashes: PageHashes, first: int) -> Stored:
+        """Store the pages from `first` on: of each pool those that an engine would write."""
+
+        def work(lane: NDArray[np.int64]) -> Stored:
+            rest = hashes[first:]
+            slots = {name: self._written(name, lane[: len(rest)]) for name in self._writes}
+            for name, at in slots.items():
+                fill = self._writers[name].fill
+                for slot, page_hash in zip(at.tolist(), rest, strict=True):
+                    if slot != NO_SLOT:
+                        fill(slot, page_hash)
+            start = time.perf_counter()
+            done = self._mover.back_up(rest, slots)
+            seconds = time.perf_counter() - start
+            return Stored(done.committed, done.bytes, seconds, len(done.rejected), self._code_of(done.error))
+
+        if not self._writes:
+            return Stored(0)
+        return self._on_a_lane(work, lambda code, seconds: Stored(0, 0, seconds, 0, code))
+
+    def _written(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self._settings.sidecars == "all" or name not in self._windows:
+            return slots
+        tail = slots.copy()
+        tail[: max(0, len(slots) - self._windows[name])] = NO_SLOT
+        return tail
+
+    def _on_a_lane(self, work: Callable[[NDArray[np.int64]], T], failed: Callable[[str, float], T]) -> T:
+        start = time.perf_counter()
+        try:
+            return self._lanes.run(work, self._settings.transfer_seconds)
+        except (NoLane, TransferOverdue) as error:
+            return failed(error.code, time.perf_counter() - start)
+
+    def _wrong(
+        self, hashes: PageHashes, slots: NDArray[np.int64], read: dict[str, NDArray[np.bool_]]
+    ) -> list[int]:
+        wrong: set[int] = set()
+        for name, writer in self._writers.items():
+            for page in np.flatnonzero(read[name]).tolist():
+                if not writer.intact(int(slots[page]), hashes[page]):
+                    wrong.add(page)
+        return sorted(wrong)
+
+    def _code_of(self, error: CaketinError | None) -> str | None:
+        if error is None:
+            return None
+        self.membership.seen(error)
+        return getattr(error, "refusal", "") or error.code
+
+
+@contextlib.contextmanager
+def joined_rank(settings: ReplaySettings, tp_rank: int, longest: int) -> Iterator[Rank]:
+    """Join as one rank, and leave at the end.
+
+    Args:
+        settings: of the replay.
+        tp_rank: which rank.
+        longest: pages of the longest request.
+
+    Raises:
+        InvalidInput: no such pool set or page size.
+        ControlPlaneAway, ControlRefused: the registration failed.
+        StoreUnavailable: the store that the control plane names cannot be reached.
+        OutOfHostMemory: the slots do not fit in memory.
+    """
+    own = rank_pools(settings.pools, settings.page_bytes, settings.tp, tp_rank)
+    pages = max(1, longest)
+    lanes = settings.concurrency + _spare_lanes(own, pages, settings.concurrency)
+    memories = [HostMemory(p.spec, pages * lanes) for p in own]
+    bound = [BoundPool(p, () if p.spec.logical else (m.pool,)) for p, m in zip(own, memories, strict=True)]
+    me = RankIdentity(settings.engine_id, f"dp0-pp0-cp0-tp{tp_rank}", secrets.token_hex(16))
+    control = ControlSettings(settings.url, call_seconds=settings.call_seconds, token=settings.token)
+    client = NotingClient(control, me)
+    revision = f"{settings.pools}-{settings.page_bytes}-{BYTES_VERSION}"
+    model = ModelIdentity(settings.model, revision, settings.page_tokens)
+    writers = {
+        p.spec.name: PageWriter(m, p.owned_shards[0])
+        for p, m in zip(own, memories, strict=True)
+        if m.pool.parts
+    }
+    # Where all ranks hold the same bytes, one of them writes.
+    writes = frozenset(p.spec.name for p in own if p.spec.shard_count > 1 or tp_rank == 0)
+    with (
+        contextlib.closing(client),
+        attached(client, model, bound) as joined,
+        Membership(client, model, own, joined.registration) as membership,
+    ):
+        yield Rank(
+            settings,
+            joined,
+            bound,
+            writers,
+            client=client,
+            membership=membership,
+            lanes=Lanes(lanes, pages),
+            writes=writes,
+        )
+
+
+def _spare_lanes(pools: list[RankPool], pages: int, needed: int) -> int:
+    """Return how many lanes more fit in half of the memory that is left."""
+    lane = sum(p.spec.bytes_per_page for p in pools) * pages
+    return max(0, min(_SPARE_LANES, memory_left() // 2 // max(1, lane) - needed))
