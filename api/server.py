@@ -39,6 +39,12 @@ def check_files(settings: Settings) -> None:
         raise InvalidInput("TLS cannot be used", [FieldError("tls_cert", "invalid", detail)]) from None
 
 
+def warn_of_clear_text(settings: Settings) -> None:
+    """Say so where tokens would travel for others to read."""
+    if not settings.on_loopback and not settings.tls_cert:
+        log.warning("no TLS: tokens travel in clear text", host=settings.host, set=spellings("tls_cert"))
+
+
 def server_config(settings: Settings, app: ASGIApp) -> uvicorn.Config:
     """Return what uvicorn is told; log lines are left to `api.logs`."""
     limits = HttpLimits(
@@ -76,8 +82,7 @@ def serve_until_told(settings: Settings, app: ASGIApp, listener: socket.socket) 
     # that would be death by signal.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    if not settings.on_loopback and not settings.tls_cert:
-        log.warning("no TLS: tokens travel in clear text", host=settings.host, set=spellings("tls_cert"))
+    warn_of_clear_text(settings)
     server = uvicorn.Server(server_config(settings, app))
     server.run(sockets=[listener])
     raise SystemExit(0 if server.started else 3)
