@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ModelIdentity
@@ -19,8 +20,11 @@ from dataplane.page_mover import PageMover
 from metadata import object_keys
 from metadata.errors import CaketinError, FieldError
 from metadata.namespace import Namespace, fingerprint
+from metadata.pools import RankPool
 
 log = logging.getLogger(__name__)
+
+StoreOpener: TypeAlias = Callable[[MooncakeAccess | FileAccess], ObjectStore]
 
 
 class IdentityMismatch(CaketinError):
@@ -68,6 +72,85 @@ def open_store(access: MooncakeAccess | FileAccess) -> ObjectStore:
     )
 
 
+class RankAttachment:
+    """A rank's registration, its open store and its registered memory, for as long as an engine runs.
+
+    `join` may be called again: after a restart of the control plane, or with more pools (late drafts). What
+    is in place already stays as it is, so a call that failed half-way is simply made again. Not for several
+    threads at once.
+    """
+
+    def __init__(
+        self, client: ControlClient, model: ModelIdentity, opener: StoreOpener | None = None
+    ) -> None:
+        """Take the parts; nothing is called yet.
+
+        Args:
+            client: the rank's client.
+            model: what its page hashes mean.
+            opener: opens the store that a registration names; None: `open_store`.
+        """
+        self._client = client
+        self._model = model
+        self._opener = opener
+        self._store: ObjectStore | None = None
+        self._access: MooncakeAccess | FileAccess | None = None
+        self._regions: dict[int, int] = {}
+        self._registered = False
+
+    def join(self, pools: Sequence[BoundPool], registered: Sequence[RankPool] | None = None) -> Attached:
+        """Register, open the store, register memory, write manifests.
+
+        Args:
+            pools: the rank's pools with their memory, which must outlive the attachment.
+            registered: the pools as they are registered, where the rank holds more shards than it owns: of a
+                pool that all ranks have, one writes and the others only read. None: as `pools` says.
+
+        Raises:
+            ControlPlaneAway, ControlRefused: the registration failed.
+            IdentityMismatch: the control plane answered for other pages.
+            StoreError: the store could not be opened, refused memory, or did not take a manifest.
+        """
+        owned = [p.pool for p in pools] if registered is None else list(registered)
+        registration = self._client.register(self._model, owned)
+        self._registered = True
+        namespace = _checked_identity(registration, self._model, owned)
+        store = self._opened(registration.store)
+        for region in (r for p in pools for host in p.hosts for r in host.regions):
+            # Pools may share memory; a transport refuses to register a region twice.
+            if self._regions.get(region.address) != region.length:
+                store.register(region.address, region.length)
+                self._regions[region.address] = region.length
+        mover = PageMover(store, self._client, registration.namespace_id, pools)
+        _write_manifests(store, namespace, owned)
+        return Attached(registration.namespace_id, registration, store, mover)
+
+    def leave(self) -> None:
+        """Unregister memory, close the store, remove the rank; again: nothing happens."""
+        self._close_store()
+        if self._registered:
+            self._registered = False
+            _leave(self._client)
+
+    def _opened(self, access: MooncakeAccess | FileAccess) -> ObjectStore:
+        if self._store is not None and access != self._access:
+            log.warning("the control plane names another store now: the old one is closed")
+            self._close_store()
+        if self._store is None:
+            self._store, self._access = (self._opener or open_store)(access), access
+        return self._store
+
+    def _close_store(self) -> None:
+        store, self._store = self._store, None
+        regions, self._regions = self._regions, {}
+        if store is None:
+            return
+        with contextlib.ExitStack() as undo:
+            undo.callback(store.close)
+            for address in regions:
+                undo.callback(store.unregister, address)
+
+
 @contextlib.contextmanager
 def attached(client: ControlClient, model: ModelIdentity, pools: Sequence[BoundPool]) -> Iterator[Attached]:
     """Join, and leave at the end: memory unregistered, store closed, rank removed.
@@ -84,18 +167,11 @@ def attached(client: ControlClient, model: ModelIdentity, pools: Sequence[BoundP
         IdentityMismatch: the control plane answered for other pages.
         StoreError: the store could not be opened, refused memory, or did not take a manifest.
     """
-    registration = client.register(model, [p.pool for p in pools])
-    with contextlib.ExitStack() as undo:
-        undo.callback(_leave, client)
-        namespace = _checked_identity(registration, model, pools)
-        store = open_store(registration.store)
-        undo.callback(store.close)
-        for region in (r for p in pools for host in p.hosts for r in host.regions):
-            store.register(region.address, region.length)
-            undo.callback(store.unregister, region.address)
-        mover = PageMover(store, client, registration.namespace_id, pools)
-        _write_manifests(store, namespace, pools)
-        yield Attached(registration.namespace_id, registration, store, mover)
+    attachment = RankAttachment(client, model)
+    try:
+        yield attachment.join(pools)
+    finally:
+        attachment.leave()
 
 
 def _leave(client: ControlClient) -> None:
@@ -107,7 +183,7 @@ def _leave(client: ControlClient) -> None:
 
 
 def _checked_identity(
-    registration: RegisterResult, model: ModelIdentity, pools: Sequence[BoundPool]
+    registration: RegisterResult, model: ModelIdentity, pools: Sequence[RankPool]
 ) -> Namespace:
     """Return the namespace, once every name that ends up in a key was worked out here as well.
 
@@ -130,11 +206,11 @@ def _checked_identity(
     ours["store.key_prefix"] = object_keys.namespace_prefix(namespace.namespace_id)
     theirs["store.key_prefix"] = registration.store.key_prefix
     for pool in pools:
-        spec, grant = pool.pool.spec, registration.pools.get(pool.name)
-        ours[f"pools.{pool.name}.pool_id"] = spec.pool_id
-        theirs[f"pools.{pool.name}.pool_id"] = grant.pool_id if grant else ""
-        ours[f"pools.{pool.name}.suffixes"] = " ".join(object_keys.suffixes(spec, pool.shards))
-        theirs[f"pools.{pool.name}.suffixes"] = " ".join(grant.suffixes) if grant else ""
+        spec, grant = pool.spec, registration.pools.get(pool.spec.name)
+        ours[f"pools.{spec.name}.pool_id"] = spec.pool_id
+        theirs[f"pools.{spec.name}.pool_id"] = grant.pool_id if grant else ""
+        ours[f"pools.{spec.name}.suffixes"] = " ".join(object_keys.suffixes(spec, pool.owned_shards))
+        theirs[f"pools.{spec.name}.suffixes"] = " ".join(grant.suffixes) if grant else ""
     errors = [
         FieldError(field, "mismatch", f"is {theirs[field]!r} for the control plane, {value!r} here")
         for field, value in ours.items()
@@ -145,9 +221,9 @@ def _checked_identity(
     return namespace
 
 
-def _write_manifests(store: ObjectStore, namespace: Namespace, pools: Sequence[BoundPool]) -> None:
+def _write_manifests(store: ObjectStore, namespace: Namespace, pools: Sequence[RankPool]) -> None:
     """Say in the store itself what the keys mean, for the day on which Redis has lost everything (I3)."""
     for pool in pools:
-        spec = pool.pool.spec
+        spec = pool.spec
         key = object_keys.manifest_key(namespace.namespace_id, spec.pool_id)
         store.put_bytes(key, object_keys.manifest(namespace, spec))
