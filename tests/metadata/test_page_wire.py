@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metadata import page_wire, redis_keys
+from metadata.codec import PageHashes
 
 NS = "9f86d081884c7d65"
 hash_lists = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=40)
@@ -28,6 +29,12 @@ def test_groups_are_the_pages_of_one_bucket_and_cover_all_once(hashes):
     buckets = [{redis_keys.bucket(hashes[i]) for i in group} for group in groups]
     assert all(len(found) == 1 for found in buckets)
     assert len(set().union(*buckets)) == len(groups), "one group a bucket"
+
+
+@given(hashes=hash_lists)
+def test_hashes_that_are_one_run_of_bytes_make_the_same_rows(hashes):
+    rows = page_wire.hash_rows(PageHashes(b"".join(hashes)))
+    assert (rows == page_wire.hash_rows(hashes)).all()
 
 
 def test_no_pages_make_no_groups_and_no_rows():

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caketin.child_process import free_port
+from dataplane.child_process import free_port
 from metadata.errors import RedisUnavailable
 from metadata.hit_counters import HitCounters
 from metadata.page_claims import Claim

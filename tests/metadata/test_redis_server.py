@@ -1,13 +1,12 @@
 """The door to Redis: deadlines, the circuit, repeats, redirections; over every topology where that fits."""
 
 import asyncio
-import shutil
 import signal
-import subprocess
 import time
 from contextlib import asynccontextmanager
 
 import pytest
+import trustme
 from redis.crc import key_slot
 
 from metadata import redis_keys
@@ -215,27 +214,27 @@ async def test_closing_stops_the_probes(own):
 
 @pytest.fixture
 def certificate(tmp_path):
-    """A certificate for 127.0.0.1 that signs itself, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed (Debian: apt-get install openssl)")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
-    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return cert, key
+    """A certificate for 127.0.0.1, its key, and who signed it."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    paths = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "ca.pem"
+    issued.cert_chain_pems[0].write_to_path(paths[0])
+    issued.private_key_pem.write_to_path(paths[1])
+    authority.cert_pem.write_to_path(paths[2])
+    return paths
 
 
 async def test_tls_and_a_password_work_from_the_url(tmp_path, certificate):
-    cert, key = certificate
+    cert, key, authority = certificate
     port = redis_servers.free_port()
     server = start_server(
         tmp_path / "tls",
         *("--tls-port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key)),
-        *("--tls-ca-cert-file", str(cert), "--tls-auth-clients", "no", "--requirepass", "secret"),
+        *("--tls-ca-cert-file", str(authority), "--tls-auth-clients", "no", "--requirepass", "secret"),
         binary=redis_servers.redis_binary(),
     )
     try:
-        async with handle(f"rediss://:secret@127.0.0.1:{port}/2?ssl_ca_certs={cert}") as door:
+        async with handle(f"rediss://:secret@127.0.0.1:{port}/2?ssl_ca_certs={authority}") as door:
             await door.commands([("SET", "a", "1")])
             assert await door.commands([("GET", "a")]) == [b"1"]
         async with handle(f"rediss://:secret@127.0.0.1:{port}") as door:
