@@ -12,6 +12,7 @@ from typing import TypeAlias
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ModelIdentity
 from dataplane.file_store import FileStore
+from dataplane.host_pool import Region
 from dataplane.messages.control import FileAccess, MooncakeAccess, RegisterResult
 from dataplane.mooncake_native import MooncakeSettings
 from dataplane.mooncake_store import MooncakeStore
@@ -116,11 +117,8 @@ class RankAttachment:
         self._registered = True
         namespace = _checked_identity(registration, self._model, owned)
         store = self._opened(registration.store)
-        for region in (r for p in pools for host in p.hosts for r in host.regions):
-            # Pools may share memory; a transport refuses to register a region twice.
-            if self._regions.get(region.address) != region.length:
-                store.register(region.address, region.length)
-                self._regions[region.address] = region.length
+        for pool in pools:
+            self._register_memory(store, [r for host in pool.hosts for r in host.regions])
         mover = PageMover(store, self._client, registration.namespace_id, pools)
         _write_manifests(store, namespace, owned)
         return Attached(registration.namespace_id, registration, store, mover)
@@ -131,6 +129,13 @@ class RankAttachment:
         if self._registered:
             self._registered = False
             _leave(self._client)
+
+    def _register_memory(self, store: ObjectStore, regions: Sequence[Region]) -> None:
+        """Register what is not; two pools may share memory, two shards of one pool may not."""
+        for i, region in enumerate(regions):
+            if region in regions[:i] or self._regions.get(region.address) != region.length:
+                store.register(region.address, region.length)
+                self._regions[region.address] = region.length
 
     def _opened(self, access: MooncakeAccess | FileAccess) -> ObjectStore:
         if self._store is not None and access != self._access:
