@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.host_fragments import HostPart, covered_regions, memory_errors
 from dataplane.host_pool import Buffers, HostPool
 from dataplane.object_store import ObjectBuffers
 from metadata import object_keys
@@ -35,6 +36,8 @@ class BoundPool:
         errors = self._count_errors()
         for i, host in enumerate(self.hosts):
             errors += [e.under(f"hosts[{i}]") for e in _layout_errors(self.pool.spec, host)]
+        if not errors:
+            errors = self._shared_memory_errors()
         if errors:
             raise InvalidInput(f"pool {self.name!r} is not bound", errors)
 
@@ -48,6 +51,19 @@ class BoundPool:
             "shards, all of one size"
         )
         return [FieldError("hosts", "mismatch", detail)]
+
+    def _shared_memory_errors(self) -> list[FieldError]:
+        """Return where two shards have bytes in common: one would be stored as the other."""
+        if len(self.hosts) <= 1:
+            return []
+        parts = [
+            HostPart(f"{shard}.{part.part}", part.fragments)
+            for shard, host in zip(self.shards, self.hosts, strict=True)
+            for part in host.parts
+        ]
+        if not memory_errors(parts, self.slots, covered_regions(parts, self.slots)):
+            return []
+        return [FieldError("hosts", "overlap", f"shards {list(self.shards)} share bytes of memory")]
 
     @property
     def name(self) -> str:

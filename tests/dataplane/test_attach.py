@@ -29,6 +29,7 @@ from dataplane.control_client import (
 )
 from dataplane.file_store import FileStore
 from dataplane.host_memory import HostMemory
+from dataplane.host_pool import PageBuffer, Region, page_first
 from dataplane.object_store import (
     ObjectBuffers,
     RegistrationFailed,
@@ -152,12 +153,13 @@ def test_the_store_says_what_the_keys_mean(rank):
             assert b"a secret" not in raw
 
 
-def test_a_region_that_overlaps_another_undoes_the_first(rank, opened):
-    first = rank.memory[0]
-    again = BoundPool(RankPool(KV, (0, 1)), (first.pool, first.pool))
-    with pytest.raises(RegistrationFailed), attached(rank.client, MODEL, [again, rank.pools[1]]):
+def test_a_region_that_overlaps_another_undoes_those_before_it(rank, opened):
+    inside = rank.memory[1].address + 64
+    swa = page_first(SWA, 4, [PageBuffer("page", inside, 5)], [Region(inside, 64)])
+    pools = [rank.pools[0], BoundPool(RankPool(SWA, (0,)), (swa,))]
+    with pytest.raises(RegistrationFailed), attached(rank.client, MODEL, pools):
         raise AssertionError("must not be reached")
-    assert [verb for verb, _ in opened[0].log] == ["register", "unregister", "close"]
+    assert [verb for verb, _ in opened[0].log] == ["register"] * 2 + ["unregister"] * 2 + ["close"]
     assert_nothing_is_left(rank, opened)
 
 

@@ -105,6 +105,30 @@ def test_memory_of_another_shape_than_the_pool_is_refused(hosts, field):
     assert [e.field for e in refused.value.errors] == [field]
 
 
+@pytest.mark.parametrize("apart", [0, 7])
+def test_two_shards_in_the_same_memory_are_refused(apart):
+    spec = PoolSpec("kv", (Part("k", "uint8", 8),), 2, object_layout="layer_first")
+    one, other = (
+        layer_first(spec, 2, [LayerBuffers("k", (0x1000 + at,), 8, 16)], [Region(0x1000, 0x100)])
+        for at in (0, apart)
+    )
+    with pytest.raises(InvalidInput) as refused:
+        BoundPool(RankPool(spec, (0, 1)), (one, other))
+    assert [(e.field, e.code) for e in refused.value.errors] == [("hosts", "overlap")]
+
+
+def test_two_shards_side_by_side_in_one_buffer_are_fine():
+    spec = PoolSpec("kv", (Part("k", "uint8", 8),), 2, object_layout="layer_first")
+    one, other = (
+        layer_first(spec, 2, [LayerBuffers("k", (0x1000 + at,), 8, 16)], [Region(0x1000, 0x100)])
+        for at in (0, 8)
+    )
+    assert BoundPool(RankPool(spec, (0, 1)), (one, other)).buffers(np.array([1])).addresses.tolist() == [
+        0x1010,
+        0x1018,
+    ]
+
+
 def test_a_logical_pool_with_memory_is_refused():
     with pytest.raises(InvalidInput):
         BoundPool(RankPool(PoolSpec("kv", (), logical=True), (0,)), (host(),))
