@@ -13,7 +13,15 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -24,6 +32,7 @@ from pydantic_settings import (
 
 from api.logs import MASK, LogFormat, LogLevel
 from metadata.errors import FieldError, InvalidInput
+from metadata.redis_url import parse_redis_url
 
 ENV_PREFIX: Final = "CAKETIN_"
 _FILE: ContextVar[Mapping[str, Any] | None] = ContextVar("settings_file", default=None)
@@ -98,6 +107,15 @@ class Settings(BaseSettings):
             f"host {self.host!r} is reachable from elsewhere and nothing asks callers who they are: "
             f"use 127.0.0.1 or ::1 for {spellings('host')}; or give {spellings('token_file')}"
         )
+
+    @field_validator("redis_url")
+    @classmethod
+    def _reads_the_redis_url(cls, value: SecretStr) -> SecretStr:
+        try:
+            parse_redis_url(value.get_secret_value())
+        except InvalidInput as error:
+            raise ValueError(f"{error.errors[0].detail} ({spellings('redis_url')})") from None
+        return value
 
     @model_validator(mode="after")
     def _has_both_halves_of_tls(self) -> Settings:
