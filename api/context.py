@@ -62,7 +62,8 @@ class Context:
             )
         )
         registry = Registry(redis, lease_seconds=settings.lease_seconds)
-        index = PageIndex(redis, IndexSettings(settings.companion_seconds, settings.note_seconds))
+        lives = IndexSettings(settings.companion_seconds, settings.note_seconds, settings.negative_seconds)
+        index = PageIndex(redis, lives)
         counters = HitCounters(redis, settings.flush_seconds)
         purges = PurgeJobs(redis, registry, index)
         return cls(

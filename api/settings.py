@@ -81,6 +81,9 @@ class Settings(BaseSettings):
     lease_seconds: int = Field(30, ge=1, description="a rank without a heartbeat for so long is gone")
     companion_seconds: int = Field(3600, ge=1, description="life of an incomplete page's shard bitmaps")
     note_seconds: int = Field(3600, ge=1, description="how long a miss can be explained")
+    negative_seconds: float = Field(
+        5.0, ge=0, description="how long a page that was gone is not claimed again; 0 for not at all"
+    )
     flush_seconds: float = Field(1.0, gt=0, description="how often hit counters go to Redis")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body")
     max_header_bytes: int = Field(64 << 10, ge=1024, description="largest request head")

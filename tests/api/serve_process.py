@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,18 +49,22 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(redis_url: str, folder: Path, *flags: str, ready: bool = True, **env: str) -> Iterator[Served]:
-    """Run `caketin serve` until the end of the block."""
+def served(
+    redis_url: str, folder: Path, *flags: str, ready: bool = True, authority: Path | None = None, **env: str
+) -> Iterator[Served]:
+    """Run `caketin serve` until the end of the block; with an authority it is asked over HTTPS."""
     port = free_port()
     own = ["--port", str(port), "--redis-url", redis_url, "--store-path", str(folder / "store")]
     child = ChildProcess.start(
         "caketin serve", command(*own, *flags), folder / f"serve-{port}.log", environment(**env)
     )
-    url = f"http://127.0.0.1:{port}"
+    trust = True if authority is None else ssl.create_default_context(cafile=authority)
+    url = f"{'http' if authority is None else 'https'}://127.0.0.1:{port}"
 
     def answers() -> bool:
         try:
-            return httpx.get(f"{url}/{'readyz' if ready else 'healthz'}", timeout=2).status_code == 200
+            path = "readyz" if ready else "healthz"
+            return httpx.get(f"{url}/{path}", timeout=2, verify=trust).status_code == 200
         except httpx.HTTPError:
             return False
 
