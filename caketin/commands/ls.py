@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -41,7 +42,11 @@ def ls(
     try:
         token = access_token(token_file)
         headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-        with httpx.Client(base_url=url, timeout=_SECONDS, trust_env=False, headers=headers) as http:
+        # No proxy of the environment, but its certificates (SSL_CERT_FILE) and the machine's.
+        trust = ssl.create_default_context()
+        with httpx.Client(
+            base_url=url, timeout=_SECONDS, trust_env=False, headers=headers, verify=trust
+        ) as http:
             rows = list(_READERS[what](http))
     except CaketinError as error:
         typer.echo(f"caketin ls: {error.detail}", err=True)

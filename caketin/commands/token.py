@@ -44,8 +44,8 @@ FileOption = Annotated[
         dir_okay=False,
     ),
 ]
-_ENTRY: Final = re.compile(r"^\[\[token\]\][^\n]*\n(?:(?!\s*\[)[^\n]*\n?)*", re.MULTILINE)
-"""An entry as `new` writes it: its head, and all lines up to the next table."""
+_ENTRY: Final = re.compile(r"^\[\[token\]\][^\n]*\n(?:[a-z0-9_]+ *=[^\n]*(?:\n|\Z))*\n?", re.MULTILINE)
+"""An entry as `new` writes it: its head, and the lines right below it with a name and a value each."""
 
 
 @app.command()
