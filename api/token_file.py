@@ -20,7 +20,7 @@ from metadata.errors import FieldError, InvalidInput
 from metadata.quota_rules import Quota
 
 CHECK_SECONDS: Final = 1.0
-MAX_FILE_BYTES: Final = 8 << 20
+MAX_FILE_BYTES: Final = 1 << 20
 _SETTLED_SECONDS: Final = 2.0
 """A file written so recently may be written again without a new time stamp: it is read again."""
 

@@ -106,7 +106,7 @@ BROKEN = {
     "half": (lambda path: in_place(path, TWO[: TWO.index("scopes")]), "token[0].scopes is missing"),
     "no TOML": (lambda path: in_place(path, "[[token"), "is not TOML"),
     "no text": (lambda path: path.write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
-    "too large": (lambda path: in_place(path, ONE + "#" * (8 << 20)), "more than 8388608 bytes"),
+    "too large": (lambda path: in_place(path, ONE + "#" * (1 << 20)), "more than 1048576 bytes"),
     "removed": (remove, "cannot be read: No such file"),
     "a folder": (turn_into_a_folder, "Is a directory"),
     "a pipe": (turn_into_a_pipe, "no regular file"),
