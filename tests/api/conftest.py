@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -13,10 +14,12 @@ from pathlib import Path
 import httpx
 import pytest
 import redis
+import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from api.app import create_app
+from api.logs import configure_logging
 from api.purges import ObjectPurger
 from api.server import server_config
 from api.settings import Settings, StoreSettings
@@ -54,6 +57,15 @@ def serving(redis_url: str, folder: Path, purger: ObjectPurger | None = None, **
         server.should_exit = True
         thread.join(15)
         assert not thread.is_alive(), "the control plane did not end"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _logs_go_nowhere() -> Iterator[None]:
+    """As in a server, log lines do not go to standard output, where examples and commands are read."""
+    with Path(os.devnull).open("w") as nowhere:
+        configure_logging("json", "warning", stream=nowhere)
+        yield
+        structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
