@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,10 @@ from metadata.page_explanation import ExplainedPage, PageExplainer, miss_reason
 from metadata.page_hash import page_hashes
 from metadata.page_index import Found, PageIndex
 from metadata.pools import ANCHOR, HitPolicy, PoolSpec, TrailingPages, anchor_pools, write_stages
-from metadata.registered import NamespaceView, Variant
+from metadata.registered import NamespaceView, RankRecord, Variant
 from metadata.registry import Registry
 
+MAX_PLANS: Final = 4_096
 EXPLAINED_PAGES: Final = 256
 """Most pages that one lookup explains; those around the page where the prefix ends."""
 
@@ -112,6 +113,26 @@ class LookupAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which pools gate a lookup, and what it was worked out from; as good as those still are.
+
+    Attributes:
+        view: the namespace.
+        records: the engine's ranks, or None without an engine.
+        variants: the variant of every pool that may gate, by name.
+        gates: pool name -> (bit, policy), anchor first.
+    """
+
+    view: NamespaceView
+    records: Sequence[RankRecord] | None
+    variants: dict[str, Variant]
+    gates: dict[str, tuple[int, HitPolicy]]
+
+
+_PlanKey: TypeAlias = tuple[str, str | None, frozenset[tuple[str, PoolQuery]] | None]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixLookup:
     """Lookups over one registry and one index."""
 
@@ -119,6 +140,7 @@ class PrefixLookup:
     index: PageIndex
     counters: HitCounters
     explainer: PageExplainer
+    _plans: dict[_PlanKey, _Plan] = field(default_factory=dict)
 
     async def lookup(self, tenant: str, namespace_id: str, query: LookupQuery) -> LookupAnswer:
         """Return which prefixes are restorable.
@@ -140,12 +162,12 @@ class PrefixLookup:
     async def _lookup(self, tenant: str, namespace_id: str, query: LookupQuery) -> LookupAnswer:
         view = await self.registry.namespace(tenant, namespace_id)
         page_hashes = _page_hashes(view.identity, query)
-        variants = await self._variants(tenant, view, query)
-        gates = _gates(variants, query.pools)
+        plan = await self._plan(tenant, view, query)
+        variants = plan.variants
         found = await self.index.find(
             namespace_id,
             page_hashes,
-            gates,
+            plan.gates,
             first_page=query.first_page,
             prefix_hashes=query.prefix_hashes,
         )
@@ -173,9 +195,35 @@ class PrefixLookup:
             )
         return answer
 
-    async def _variants(self, tenant: str, view: NamespaceView, query: LookupQuery) -> dict[str, Variant]:
+    async def _plan(self, tenant: str, view: NamespaceView, query: LookupQuery) -> _Plan:
+        """Return which pools gate. The registry gives the same objects for a second, and so do the plans."""
+        records = await self._records(tenant, query.engine_id, query.rank) if query.engine_id else None
+        asked = None if query.pools is None else frozenset(query.pools.items())
+        key = (view.namespace_id, query.engine_id, asked)
+        plan = self._plans.get(key)
+        if plan is None or plan.view is not view or plan.records is not records:
+            variants = await self._variants(tenant, view, records, query)
+            plan = _Plan(view, records, variants, _gates(variants, query.pools))
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    async def _records(self, tenant: str, engine_id: str, rank: str | None) -> Sequence[RankRecord]:
+        """Return the engine's ranks, read again where the asking one is not among them."""
+        records = await self.registry.engine_cached(tenant, engine_id)
+        if rank is None or any(r.rank == rank for r in records):
+            return records
+        records = await self.registry.engine(tenant, engine_id)
+        if all(r.rank != rank for r in records):
+            raise UnknownRank(f"rank {rank!r} of engine {engine_id!r} is not registered: register again")
+        return records
+
+    async def _variants(
+        self, tenant: str, view: NamespaceView, records: Sequence[RankRecord] | None, query: LookupQuery
+    ) -> dict[str, Variant]:
         """Return the variant of every pool that may gate, by name."""
-        own = await self._engine_specs(tenant, view, query.engine_id, query.rank) if query.engine_id else {}
+        own = {} if records is None else await self._engine_specs(tenant, view, records)
         asked = dict(query.pools or {})
         names = set(own) or {v.spec.name for v in view.variants.values()}
         chosen: dict[str, Variant] = {}
@@ -188,14 +236,9 @@ class PrefixLookup:
         return chosen
 
     async def _engine_specs(
-        self, tenant: str, view: NamespaceView, engine_id: str, rank: str | None
+        self, tenant: str, view: NamespaceView, records: Sequence[RankRecord]
     ) -> dict[str, list[Variant]]:
         """Return the engine's variants by name, over all its ranks: one answer serves them all (H4)."""
-        records = await self.registry.engine_cached(tenant, engine_id)
-        if rank is not None and all(r.rank != rank for r in records):
-            records = await self.registry.engine(tenant, engine_id)
-            if all(r.rank != rank for r in records):
-                raise UnknownRank(f"rank {rank!r} of engine {engine_id!r} is not registered: register again")
         specs = {
             spec.pool_id: spec
             for record in records
@@ -208,6 +251,7 @@ class PrefixLookup:
         for pool_id, spec in specs.items():
             known = view.variants.get(pool_id)
             if known is None:  # purged while the engine was there: it must register again
+                engine_id = records[0].engine_id
                 raise UnknownEngine(
                     f"engine {engine_id!r} is not registered in the namespace: register again"
                 )
