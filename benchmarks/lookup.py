@@ -92,12 +92,14 @@ class Rank:
 
     @classmethod
     def registered(cls, url: str, name: str, pools: list[RankPool]) -> Rank:
+        """Register the engine `name` with one rank that has these pools."""
         me = RankIdentity(name, "dp0-pp0-cp0-tp0", "9d0c2c1e6f4b4c5fa2f3b9d1e4a7c8b0")
         client = ControlClient(ControlSettings(url, call_seconds=30, attach_seconds=30), me)
         ns = client.register(ModelIdentity(name, "r", 256), pools).namespace_id
         return cls(client, ns, pools)
 
     def commit(self, pages: PageHashes) -> None:
+        """Claim all pages in all pools."""
         stored = {
             p.spec.name: StoredPool(pages="all", shards=list(p.owned_shards))
             for p in self.pools
@@ -108,6 +110,7 @@ class Rank:
             raise SystemExit(f"only {done.complete} of {len(pages)} pages are complete: {done.rejected[:3]}")
 
     def lookup(self, pages: PageHashes, hit: int) -> None:
+        """Ask, and check the answer."""
         found = self.client.lookup(self.ns, pages)
         if found.hit_pages != hit or found.degraded:
             raise SystemExit(f"{found.hit_pages} pages hit, {hit} are there")
@@ -128,6 +131,7 @@ class JsonLookup:
         self.connection = http.client.HTTPConnection("127.0.0.1", self.port)
 
     def __call__(self) -> None:
+        """Ask, and check the answer."""
         body = json.dumps({"page_hashes": self.pages.to_hex(), "engine_id": self.engine})
         headers = {"content-type": "application/json"}
         self.connection.request("POST", f"/v1/namespaces/{self.ns}/lookup", body, headers)
