@@ -239,12 +239,14 @@ class PrefixLookup:
         self, tenant: str, view: NamespaceView, records: Sequence[RankRecord]
     ) -> dict[str, list[Variant]]:
         """Return the engine's variants by name, over all its ranks: one answer serves them all (H4)."""
-        specs = {
-            spec.pool_id: spec
+        # Ranks share their specs, so that 512 of them do not mean thousands of pool ids to work out.
+        distinct = {
+            id(pool.spec): pool.spec
             for record in records
             if record.namespace_id == view.namespace_id
-            for spec in record.specs.values()
+            for pool in record.pools
         }
+        specs = {spec.pool_id: spec for spec in distinct.values()}
         if any(pool_id not in view.variants for pool_id in specs):
             view = await self.registry.namespace(tenant, view.namespace_id, fresh=True)
         found: dict[str, list[Variant]] = {}
