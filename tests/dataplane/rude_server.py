@@ -20,6 +20,8 @@ class RudeServer:
         port: where.
         connections: how many were accepted.
         requests: every request that was read whole, head and body.
+        closed: connections that this side has closed.
+        changed: tells of `closed`.
         ending: set when the test is over; conversations wait on it instead of sleeping.
     """
 
@@ -27,6 +29,13 @@ class RudeServer:
     connections: int = 0
     requests: list[bytes] = field(default_factory=list)
     ending: threading.Event = field(default_factory=threading.Event)
+    closed: int = 0
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def wait_closed(self, count: int) -> None:
+        """Wait until that many connections were closed from this side."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.closed >= count, 10)
 
     @property
     def url(self) -> str:
@@ -68,6 +77,9 @@ def rude_server(conversation: Conversation, *, port: int = 0) -> Iterator[RudeSe
     def converse(sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
             conversation(sock, server)
+        with server.changed:
+            server.closed += 1
+            server.changed.notify_all()
 
     def accept() -> None:
         while True:

@@ -282,6 +282,7 @@ def test_a_connection_that_breaks_before_an_answer_is_tried_once_more():
         assert client.lookup(NS, hashes_of(1)).queried_pages == 1
         first, second = server.requests
         assert first == second, "the same request id, so that it counts once"
+        assert msgspec.msgpack.decode(first.partition(b"\r\n\r\n")[2])["request_id"]
 
 
 def test_a_connection_that_always_breaks_is_tried_twice_and_no_more():
@@ -310,6 +311,41 @@ def test_a_kept_connection_that_the_server_closed_is_replaced():
             client.lookup(NS, hashes_of(1))
         assert server.connections == 5
         assert len(server.requests) == 5
+
+
+def test_several_kept_connections_that_the_server_closed_cost_no_call():
+    """One retry is not enough for two dead connections: an idle one is looked at before it is used."""
+    together, closing = threading.Barrier(4), threading.Event()
+
+    def conversation(sock, server):
+        server.read_request(sock)
+        if server.connections <= 4:
+            together.wait(10)
+        sock.sendall(GOOD)
+        closing.wait(10)
+
+    with rude_server(conversation) as server, client_of(server.url, 20) as client:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: client.lookup(NS, hashes_of(1)), range(4)))
+        assert server.connections == 4
+        closing.set()
+        server.wait_closed(4)
+        client.lookup(NS, hashes_of(1))
+        assert len(server.requests) == 5
+
+
+@pytest.mark.parametrize("status", [302, 304])
+def test_leaving_is_not_done_by_an_answer_that_is_none(status):
+    def conversation(sock, server):
+        server.read_request(sock)
+        sock.sendall(answer(status, b"", extra="location: http://elsewhere/\r\n"))
+
+    with (
+        rude_server(conversation) as server,
+        client_of(server.url) as client,
+        pytest.raises(ControlPlaneAway, match=str(status)),
+    ):
+        client.leave()
 
 
 def test_both_tries_share_one_deadline():
