@@ -66,7 +66,9 @@ class IndexStates(RuleBasedStateMachine):
             ],
             PAGES,
         )
-        self.redis = RedisServer.connect(RedisSettings(self.stack.url, command_seconds=20))
+        self.redis = RedisServer.connect(
+            RedisSettings(self.stack.url, connect_seconds=20, command_seconds=30)
+        )
         self.index = PageIndex(self.redis, IndexSettings(negative_seconds=0))
         self.book = Registry(self.redis)
         self.counters = HitCounters(self.redis)
