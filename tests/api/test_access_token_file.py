@@ -12,7 +12,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from api.token_file import TokenFile, mode_problem, open_token_file
+from api.token_file import TokenFile, _stamp, mode_problem, open_token_file
 from metadata.errors import InvalidInput
 from metadata.quota_rules import Quota
 from tests.api.access_scene import TOKENS, bearer, client_of, entry, guarded, secret, write
@@ -57,6 +57,14 @@ def test_a_new_file_is_in_force_without_a_restart(path: Path, way: Callable[[Pat
     assert known(file) == ["two"]
     way(path, ONE + TWO)
     assert known(file) == ["one", "two"]
+
+
+def test_a_change_within_one_tick_of_the_clock_is_seen(path: Path) -> None:
+    file = TokenFile(path)
+    in_place(path, TWO)
+    # As if the first reading had been of this very stamp: two writes within a tick of the file system's clock.
+    file._stamp = _stamp(path.stat())
+    assert known(file) == ["two"]
 
 
 def test_the_file_is_looked_at_once_a_second_at_most(path: Path) -> None:

@@ -264,6 +264,16 @@ def test_exactly_the_tokens_of_the_table_are_found(secrets, other) -> None:
     assert (known.find(token_text(other)) is not None) == (other in secrets)
 
 
+def test_the_last_word_has_the_digest_and_not_the_place_in_the_table() -> None:
+    class OnePlace(TokenTable):
+        def _place(self, digest: bytes) -> bytes:
+            return b"one"
+
+    known = OnePlace([Token("t", token_digest(ONE), "acme", frozenset())], KEY)
+    assert known.find(ONE) is not None
+    assert known.find(token_text(b"\3" * 32)) is None
+
+
 def test_places_in_the_table_depend_on_the_key_so_that_nobody_outside_can_steer_them() -> None:
     token = Token("t", token_digest(ONE), "acme", frozenset())
     assert set(TokenTable([token], KEY)._places) != set(TokenTable([token], b"other" * 6)._places)
