@@ -7,6 +7,7 @@ import fcntl
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
@@ -50,6 +51,7 @@ class StackSettings:
         store: `mooncake`, `file`, or `auto`: Mooncake where its library loads.
         store_bytes: memory that the Mooncake storage node lends.
         redis_url: a Redis that runs already; None starts one.
+        control: further settings of the control plane, as `CAKETIN_*` variables.
     """
 
     data_dir: Path
@@ -57,6 +59,7 @@ class StackSettings:
     store: StoreChoice = "auto"
     store_bytes: int = 4 << 30
     redis_url: str | None = None
+    control: Mapping[str, str] = field(default_factory=dict)
 
 
 class FolderLock:
@@ -200,6 +203,7 @@ class Stack:
         self.url = f"http://{_HOST}:{port}"
         env = {k: v for k, v in os.environ.items() if not k.startswith("CAKETIN_")}
         env |= store | {"CAKETIN_REDIS_URL": self.redis_url, "CAKETIN_PORT": str(port)}
+        env |= self.settings.control
         command = [sys.executable, "-m", "caketin", "serve"]
         self._control = ChildProcess.start("control plane", command, folder / "control-plane.log", env)
         self._control.wait_ready(self._ready, _READY_SECONDS)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from caketin.stack import Stack, StoreChoice
-from metadata.errors import CaketinError
+from metadata.errors import CaketinError, InvalidInput
 
 out = Console()
 err = Console(stderr=True)
@@ -38,6 +38,9 @@ def clear_errors() -> Iterator[None]:
     """Turn what a user can do something about into a message and exit code 2; Ctrl-C into 130."""
     try:
         yield
+    except InvalidInput as error:
+        fail("; ".join(f"{e.field} {e.detail}" for e in error.errors) or error.detail)
+        raise typer.Exit(2) from None
     except (CaketinError, ValueError, OSError) as error:
         fail(str(error))
         raise typer.Exit(2) from None

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from caketin.commands.console import (
     say_what_runs,
 )
 from caketin.replay.driver import ReplaySettings, replay
-from caketin.replay.pool_sets import MAX_TP, POOL_SETS
+from caketin.replay.pool_sets import MAX_TP, POOL_SETS, rank_pools
 from caketin.replay.rank import Sidecars
 from caketin.replay.report import Report
 from caketin.replay.trace import TRACE_PAGE_TOKENS, Load, generate, read_trace
@@ -87,6 +88,7 @@ def replay_command(
         transfer_seconds=transfer_seconds,
     )
     with clear_errors(), ending_as_interrupt():
+        rank_pools(pools, page_bytes, tp)  # refuses what cannot be, before anything is started
         load = read_trace(trace, limit) if trace else generate(limit or _GENERATED_REQUESTS, seed=seed)
         if url is not None:
             report = _replay(replace(settings, token=access_token(token_file)), load)
@@ -100,7 +102,13 @@ def replay_command(
         _say(report, json, embedded=url is None)
     if report.wrong_pages:
         fail(f"{report.wrong_pages} restored pages had wrong bytes")
-        raise typer.Exit(1)
+    code = 1 if report.wrong_pages else 0
+    if report.hanging:
+        # A native call that hangs would abort an orderly end of the process; everything else has ended.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise typer.Exit(code)
 
 
 def _replay(settings: ReplaySettings, load: Load) -> Report:

@@ -58,6 +58,7 @@ class Replay:
         if self._failure is not None:
             raise self._failure
         self.report.reported_pages = self._group.reported_pages()
+        self.report.hanging = self._group.leader.hanging
         self.report.events.update(self._group.leader.membership.events)
         return self.report
 

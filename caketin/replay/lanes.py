@@ -47,6 +47,7 @@ class Lanes:
     def __init__(self, count: int, pages: int) -> None:
         """Make the lanes; lane i has the slots `i * pages` up to `(i + 1) * pages`, exclusive."""
         self._lock = threading.Lock()
+        self._count = count
         self._idle: list[_Lane] = []
         for i in range(count):
             self._idle.append(_Lane(self, np.arange(i * pages, (i + 1) * pages, dtype=np.int64)))
@@ -70,6 +71,12 @@ class Lanes:
             raise job.error
         result: T = job.result
         return result
+
+    @property
+    def busy(self) -> int:
+        """Lanes whose work has not returned."""
+        with self._lock:
+            return self._count - len(self._idle)
 
     def put_back(self, lane: _Lane) -> None:
         """Take back a lane whose work has returned."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, TypeVar
@@ -100,14 +101,16 @@ class Stored:
         claimed: pages that the index took something of.
         bytes: of the pages that are stored and confirmed.
         seconds: in the mover.
-        rejected: claims that the index refused.
+        unstored: pages that lack something of what was to be stored.
+        rejected: code -> claims that the index refused.
         error: code of what went wrong, None where nothing did.
     """
 
     claimed: int
     bytes: int = 0
     seconds: float = 0.0
-    rejected: int = 0
+    unstored: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
     error: str | None = None
 
 
@@ -142,6 +145,11 @@ class Rank:
         }
         self._writes = [name for name in writers if name in writes]
 
+    @property
+    def hanging(self) -> int:
+        """Transfers that have not returned, though nobody waits for them any more."""
+        return self._lanes.busy
+
     def prefetch(self, hashes: PageHashes, promise: LookupResult) -> Restored:
         """Read what is promised, and compare the bytes where that is asked for."""
 
@@ -174,11 +182,22 @@ class Rank:
             start = time.perf_counter()
             done = self._mover.back_up(rest, slots)
             seconds = time.perf_counter() - start
-            return Stored(done.committed, done.bytes, seconds, len(done.rejected), self._code_of(done.error))
+            whole = np.ones(len(rest), np.bool_)
+            for name, at in slots.items():
+                whole &= done.stored[name] | (at == NO_SLOT)
+            return Stored(
+                claimed=done.committed,
+                bytes=done.bytes,
+                seconds=seconds,
+                unstored=int((~whole).sum()),
+                rejected=Counter(r.code for r in done.rejected),
+                error=self._code_of(done.error),
+            )
 
         if not self._writes:
             return Stored(0)
-        return self._on_a_lane(work, lambda code, seconds: Stored(0, 0, seconds, 0, code))
+        lost = len(hashes) - first
+        return self._on_a_lane(work, lambda code, seconds: Stored(0, 0, seconds, lost, error=code))
 
     def _written(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         if self._settings.sidecars == "all" or name not in self._windows:

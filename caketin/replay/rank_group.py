@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -114,7 +116,8 @@ class RankGroup:
             claimed=max(d.claimed for d in done),
             bytes=sum(d.bytes for d in done),
             seconds=max(d.seconds for d in done),
-            rejected=sum(d.rejected for d in done),
+            unstored=max(d.unstored for d in done),
+            rejected=sum((d.rejected for d in done), Counter()),
             error=next((d.error for d in done if d.error), None),
         )
 
@@ -200,6 +203,8 @@ def follow(settings: ReplaySettings, tp_rank: int, longest: int, pipes: Sequence
                 lane.start()
             for lane in lanes:
                 lane.join()
+        if rank.hanging:
+            os._exit(0)  # a native call that hangs would abort an orderly end of the process
     except CaketinError as error:
         with contextlib.suppress(OSError):
             pipes[0].send(_Joined(str(error)))

@@ -15,7 +15,9 @@ from rich.table import Table
 from caketin.replay.rank import Restored, Stored
 from dataplane.messages.control import LookupResult
 
-_NOT_PLAIN: Final = frozenset({"pool_hits", "misses", "lost", "errors", "events", "latencies", "seconds"})
+_NOT_PLAIN: Final = frozenset(
+    {"pool_hits", "misses", "lost", "rejected", "errors", "events", "latencies", "seconds"}
+)
 
 
 @dataclass
@@ -55,7 +57,8 @@ class Report:
         promised_pages: pages that the lookups said are restorable.
         hit_pages: pages that were restored, that is read by every rank.
         backed_up_pages: pages that the index took something of.
-        rejected_claims: claims of pages that the index refused.
+        unstored_pages: pages that were to be backed up and lack something on some rank.
+        rejected: code -> claims that the index refused.
         lost_pages: promised and not restored.
         reported_pages: pages that were reported missing, by each rank for itself.
         wrong_pages: restored pages whose bytes were not what was written; anything but 0 is a fault.
@@ -64,6 +67,7 @@ class Report:
         misses: reason -> pages that were not restorable.
         lost: reason -> pages that were promised and lost, by the reason of the first of each request.
         errors: call and code -> how often a call failed as a whole.
+        hanging: transfers of the leader that had not returned at the end.
         events: what else the leader met: registered again, failed heartbeats.
         bytes_read: from the store, by all ranks.
         bytes_written: to the store, by all ranks.
@@ -86,7 +90,8 @@ class Report:
     promised_pages: int = 0
     hit_pages: int = 0
     backed_up_pages: int = 0
-    rejected_claims: int = 0
+    unstored_pages: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
     lost_pages: int = 0
     reported_pages: int = 0
     wrong_pages: int = 0
@@ -96,6 +101,7 @@ class Report:
     lost: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
+    hanging: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
     read_seconds: float = 0.0
@@ -150,14 +156,15 @@ class Report:
         self.write_seconds += done.seconds
         self.bytes_written += done.bytes
         self.backed_up_pages += done.claimed
-        self.rejected_claims += done.rejected
+        self.unstored_pages += done.unstored
+        self.rejected += done.rejected
         if done.error is not None:
             self.errors[f"back up: {done.error}"] += 1
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers as plain JSON values."""
         plain = {name: value for name, value in self.__dict__.items() if name not in _NOT_PLAIN}
-        counters = ("pool_hits", "misses", "lost", "errors", "events")
+        counters = ("pool_hits", "misses", "lost", "rejected", "errors", "events")
         return {
             **plain,
             **{name: dict(sorted(getattr(self, name).items())) for name in counters},
@@ -174,8 +181,9 @@ class Report:
         console.print(self._totals())
         console.print(self._by_pool())
         console.print(self._calls())
-        if self.errors or self.events:
-            console.print(_counts("what went wrong on the way", self.errors + self.events, "times"))
+        refused = Counter({f"claim refused: {code}": n for code, n in self.rejected.items()})
+        if trouble := self.errors + self.events + refused:
+            console.print(_counts("what else happened", trouble))
 
     def write_json(self, path: str) -> None:
         """Write all numbers to a file, or to standard output for `-`."""
@@ -203,6 +211,7 @@ class Report:
             ("promised by the lookup", self.promised_pages, self._share(self.promised_pages)),
             ("restored from L3", self.hit_pages, self._share(self.hit_pages)),
             ("backed up", self.backed_up_pages, self._share(self.backed_up_pages)),
+            *([("not stored", self.unstored_pages, "")] if self.unstored_pages else []),
             *((f"miss: {reason}", pages, self._share(pages)) for reason, pages in self.misses.most_common()),
             ("promised but lost", self.lost_pages, self._share(self.lost_pages)),
             *((f"lost: {reason}", pages, self._share(pages)) for reason, pages in self.lost.most_common()),
@@ -238,10 +247,10 @@ class Report:
         return f"{100 * pages / self.queried_pages:.3f} %" if self.queried_pages else ""
 
 
-def _counts(title: str, counts: Counter[str], unit: str) -> Table:
+def _counts(title: str, counts: Counter[str]) -> Table:
     table = Table(title=title)
     table.add_column("")
-    table.add_column(unit, justify="right")
+    table.add_column("times", justify="right")
     for name, count in sorted(counts.items()):
         table.add_row(name, f"{count:,}")
     return table

@@ -1,0 +1,1 @@
+"""What `caketin doctor` looks at; each check says what it found and, where it is not well, what to do."""
