@@ -246,3 +246,36 @@ def test_a_lookup_of_2048_pages_is_answered_in_one_call(client, ns):
     assert answer["hit_pages"] == 2048
     assert answer["miss"] is None
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize("asked", [{"engine_id": "e"}, {"engine_id": None}])
+def test_a_pool_that_comes_late_gates_from_then_on(asked, client, ns):
+    stored = {"pages": "all", "shards": [0]}
+    commit(client, ns, kv=stored, swa=stored)
+    assert lookup(client, ns, **asked)["hit_pages"] == 8
+    draft = {"name": "draft", "parts": [{"part": "k", "dtype": "bfloat16", "bytes": 8}]}
+    assert client.put(RANK, json={**BODY, "pools": [KV, SWA, draft]}).status_code == 200
+    answer = lookup(client, ns, **asked)
+    assert (answer["hit_pages"], answer["pools"]["draft"], answer["miss"]["pool"]) == (0, 0, "draft")
+    commit(client, ns, draft=stored)
+    assert lookup(client, ns, **asked)["hit_pages"] == 8
+
+
+def test_an_engine_that_holds_another_variant_later_is_answered_for_that_one(client, ns):
+    stored = {"pages": "all", "shards": [0]}
+    commit(client, ns, kv=stored, swa=stored)
+    assert lookup(client, ns)["hit_pages"] == 8
+    other = {**KV, "parts": [{"part": "k", "dtype": "float8_e4m3fn", "bytes": 32}]}
+    restarted = {**BODY, "incarnation": "c" * 32, "pools": [other, SWA]}
+    assert client.put(RANK, json=restarted).json()["namespace_id"] == ns
+    assert lookup(client, ns)["hit_pages"] == 0
+
+
+def test_a_pool_that_left_with_its_rank_gates_no_longer(client):
+    second = RANK.replace("tp0", "tp1")
+    ns = client.put(RANK, json={**BODY, "pools": [KV]}).json()["namespace_id"]
+    client.put(second, json=BODY)
+    commit(client, ns, kv={"pages": "all", "shards": [0]})
+    assert lookup(client, ns)["miss"]["pool"] == "swa"
+    assert client.delete(second, params={"incarnation": BODY["incarnation"]}).status_code == 204
+    assert lookup(client, ns)["hit_pages"] == 8
