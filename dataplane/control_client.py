@@ -10,13 +10,13 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import tenacity
 
 from dataplane.control_plane import ControlPlaneAway, ControlRefused
 from dataplane.deadline_http import Answer, Deadline, DeadlineHttp, NoAnswer
-from dataplane.messages import control
+from dataplane.messages import control, observe
 from dataplane.messages.wire import MEDIA_TYPES, Format, Message, decode, encode
 from metadata.codec import ENGINE_ID, RANK, PageHashes
 from metadata.errors import CaketinError, FieldError, InvalidInput
@@ -170,6 +170,7 @@ class ControlClient:
         pools: Mapping[str, control.PoolQuery] | None = None,
         min_pages: int = 1,
         request_id: str | None = None,
+        purpose: Literal["prefetch", "route", "probe"] = "prefetch",
     ) -> control.LookupResult:
         """Ask which prefixes of these pages are restorable; counts as one lookup, however often it is sent.
 
@@ -181,6 +182,7 @@ class ControlClient:
             pools: the sidecars that gate, and windows other than the registered; None: all of this engine.
             min_pages: shorter prefixes are not worth a transfer.
             request_id: names the request where the caller may ask twice for it; None takes a fresh one.
+            purpose: only `prefetch` counts as a lookup; the others' answers are advisory.
         """
         body = control.LookupRequest(
             page_hashes=page_hashes,
@@ -190,6 +192,7 @@ class ControlClient:
             rank=self.me.rank,
             pools=None if pools is None else dict(pools),
             min_pages=min_pages,
+            purpose=purpose,
             # A lookup that is sent again after a broken connection must not count twice (C1).
             request_id=request_id or secrets.token_hex(8),
         )
@@ -222,17 +225,28 @@ class ControlClient:
         )
         return self._call("POST", f"/v1/namespaces/{namespace_id}/missing", body, control.MissingResult)
 
+    def purge(self, namespace_id: str) -> str:
+        """Have all claims and objects of a namespace removed; return the id of the job that does it."""
+        path = f"/v1/namespaces/{namespace_id}"
+        seconds = self._settings.attach_seconds
+        return self._call("DELETE", path, None, observe.PurgeResult, form="json", seconds=seconds).job_id
+
+    def job(self, job_id: str) -> observe.Job:
+        """Return how far a purge is."""
+        return self._call("GET", f"/v1/jobs/{job_id}", None, observe.Job, form="json")
+
     def _call(
         self,
         method: str,
         path: str,
-        body: Message,
+        body: Message | None,
         answer_type: type[M],
         *,
         form: Format = "msgpack",
         seconds: float | None = None,
     ) -> M:
-        answer = self._send(method, path, encode(body, form), form, seconds)
+        content = None if body is None else encode(body, form)
+        answer = self._send(method, path, content, form, seconds)
         if answer.status not in _OK:
             raise _refusal(path, answer)
         try:
