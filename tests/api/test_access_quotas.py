@@ -37,9 +37,12 @@ def quota(text: str) -> str:
 class Engine:
     """One rank of a tenant, and what it asks."""
 
-    def __init__(self, http: httpx.Client, revision: str = "r", tp: int = 1, own: int = 0) -> None:
+    def __init__(
+        self, http: httpx.Client, revision: str = "r", tp: int = 1, own: int = 0, shards: int = 1
+    ) -> None:
+        self.shards = list(range(own, own + shards))
         self.http, self.rank = http, f"dp0-pp0-cp0-tp{own}"
-        sharded = {**KV, "shard_count": tp, "owned_shards": [own]}
+        sharded = {**KV, "shard_count": tp, "owned_shards": self.shards}
         body = {
             "incarnation": secrets.token_hex(16),
             "namespace": {"model": "m", "revision": revision, "page_size": 4},
@@ -48,10 +51,9 @@ class Engine:
         answer = http.put(f"{RANK}{own}", json=body)
         assert answer.status_code in {200, 201}, answer.text
         self.ns = answer.json()["namespace_id"]
-        self.own = own
 
     def commit(self, hashes: list[str], pools: tuple[str, ...] = ("kv",)) -> httpx.Response:
-        shards = {"kv": [self.own], "swa": [0]}
+        shards = {"kv": self.shards, "swa": [0]}
         stored = {name: {"pages": "all", "shards": shards[name]} for name in pools}
         body = {"engine_id": "e", "rank": self.rank, "page_hashes": hashes, "stored": stored}
         return self.http.post(f"/v1/namespaces/{self.ns}/commit", json=body)
@@ -129,6 +131,14 @@ def test_bytes_count_over_all_pools_and_shards(redis_url: str, tmp_path: Path) -
         assert "840 bytes claimed of 1000" in refused(ranks[0].commit(pages(4, 6), ("kv",)))
         assert "110 more" not in refused(ranks[0].commit(pages(4, 6), ("kv", "swa")))
         assert ranks[0].commit(pages(4, 5), ("kv", "swa")).status_code == 200
+
+
+def test_a_commit_brings_the_bytes_of_all_shards_that_it_names(redis_url: str, tmp_path: Path) -> None:
+    text = quota("max_bytes = 1000")
+    with guarded(redis_url, tmp_path, text) as stack, client_of(stack, "acme-engine") as http:
+        engine = Engine(http, tp=2, shards=2)
+        assert "1200 more" in refused(engine.commit(pages(0, 6)))
+        assert engine.commit(pages(0, 5)).status_code == 200
 
 
 def test_all_namespaces_of_a_tenant_count_and_none_of_another(redis_url: str, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_new_file_is_in_force_without_a_restart(path: Path, way: Callable[[Pat
 def test_a_change_within_one_tick_of_the_clock_is_seen(path: Path) -> None:
     file = TokenFile(path)
     in_place(path, TWO)
-    # As if the first reading had been of this very stamp: two writes within a tick of the file system's clock.
+    # As if the first reading had been of this very stamp: two writes within a tick of the clock.
     file._stamp = _stamp(path.stat())
     assert known(file) == ["two"]
 
