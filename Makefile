@@ -30,7 +30,8 @@ QUICK := not ($(subst $(EMPTY) $(EMPTY), or ,$(SUITES)))
 PURE := metadata/pools metadata/pool_json metadata/namespace metadata/page_hash metadata/object_keys \
 	metadata/sglang_keys metadata/hit_policy metadata/page_runs metadata/shard_bitmap metadata/codec \
 	metadata/msgpack_keys metadata/registered metadata/circuit metadata/page_wire \
-	metadata/page_claims metadata/quota_rules dataplane/host_pool dataplane/host_fragments api/tokens
+	metadata/page_claims metadata/quota_rules dataplane/host_pool dataplane/host_fragments \
+	dataplane/page_statements api/tokens
 
 .PHONY: help setup test cover lint demo bench clean
 
