@@ -1,7 +1,7 @@
 -- Claim pools of pages: O2 (the index learns of a page last, a sidecar never before its anchor), H4 (a page counts
 -- as present only when every shard of the variant is stored) and T2's negative entry, in one step.
 --
--- The negative entry: after a claim was cleared because its bytes timed out or were gone, a commit of the same
+-- The negative entry: after a claim was cleared because its bytes timed out, a commit of the same
 -- shards of the same pool of that page is refused for some seconds. A writer cannot know better: on a segment
 -- whose node died a put of an existing key answers "done", and "exists" says yes for a while, so that the claim
 -- would come back at once and the next reader would wait for a time-out again. Other shards are not refused.
