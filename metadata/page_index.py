@@ -36,8 +36,8 @@ from metadata.shard_bitmap import shard_bitmap, shards_in
 CHUNKS: Final = (64, 256, 1024, 4096)
 PAGES_PER_SCRIPT: Final = 512
 SICK_REASONS: Final = frozenset({"timeout"})
-"""Why bytes could not be read although the store goes on saying that they exist (T2's negative entry). What the
-store itself calls gone is really written again by the next put, and may be claimed at once."""
+"""Why bytes could not be read although the store goes on saying that they exist (T2's negative entry). What
+the store itself calls gone is really written again by the next put, and may be claimed at once."""
 
 
 @dataclass(frozen=True, slots=True)
