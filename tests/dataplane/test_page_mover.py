@@ -11,7 +11,6 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-import redis
 
 from api.settings import Settings, StoreSettings
 from caketin.child_process import free_port
@@ -22,7 +21,6 @@ from dataplane.control_client import ControlClient, ControlSettings, ModelIdenti
 from dataplane.host_memory import HostMemory
 from dataplane.mooncake_node import MooncakeCluster
 from dataplane.page_mover import PageMover
-from metadata import redis_keys
 from metadata.codec import PageHashes
 from metadata.errors import InvalidInput
 from metadata.object_keys import object_keys, suffixes
@@ -123,12 +121,6 @@ def engines(settings: Settings) -> Iterator[tuple[Engine, Engine]]:
         yield Engine(url, joined, model), Engine(url, joined, model)
 
 
-def end_negative_entries(settings: Settings, engine: Engine, hashes: PageHashes) -> None:
-    """Let the seconds pass in which a page that was just lost cannot be claimed again."""
-    with redis.Redis.from_url(settings.redis_url.get_secret_value()) as plain:
-        plain.delete(*redis_keys.notes(engine.me.namespace_id, hashes))
-
-
 def test_what_one_engine_backed_up_another_restores_to_the_byte(engines: tuple[Engine, Engine]):
     writer, reader = engines
     hashes = hashes_of(PAGES)
@@ -143,7 +135,7 @@ def test_what_one_engine_backed_up_another_restores_to_the_byte(engines: tuple[E
     assert all(reader.intact(hashes, p) for p in (PAGES - 2, PAGES - 1))
 
 
-def test_what_is_gone_is_a_shorter_prefix_now_and_no_promise_the_next_time(settings, engines):
+def test_what_is_gone_is_a_shorter_prefix_now_and_no_promise_the_next_time(engines):
     """Field reports 1, 9 and 12."""
     writer, reader = engines
     hashes = hashes_of(PAGES)
@@ -158,15 +150,11 @@ def test_what_is_gone_is_a_shorter_prefix_now_and_no_promise_the_next_time(setti
     assert again.hit_pages == 5
     assert again.miss is not None
     assert (again.miss.page, again.miss.pool, again.miss.reason) == (5, "indexer", "lost")
-    refused = writer.back_up(hashes)
-    assert ("indexer", "negative_entry") in {(r.pool, r.code) for r in refused.rejected}
-    assert not refused.transfers_done
-    end_negative_entries(settings, writer, hashes)
     assert writer.back_up(hashes).transfers_done
     assert reader.prefetch(hashes).pages == PAGES
 
 
-def test_pools_of_one_page_lost_for_two_reasons_are_both_cleared(settings, engines):
+def test_pools_of_one_page_lost_for_two_reasons_are_both_cleared(engines):
     """Two reports would share a generation, and the second would be fenced off by the first."""
     writer, reader = engines
     hashes = hashes_of(PAGES)
@@ -178,7 +166,6 @@ def test_pools_of_one_page_lost_for_two_reasons_are_both_cleared(settings, engin
     state = reader.client.lookup(reader.me.namespace_id, hashes)
     assert state.pools["c4"] == 2
     assert reader.prefetch(hashes).pages == 2
-    end_negative_entries(settings, writer, hashes)
     assert writer.back_up(hashes).transfers_done
     assert reader.prefetch(hashes).pages == PAGES
 
