@@ -48,7 +48,7 @@ KV = {
     "owned_shards": [0],
 }
 BODY = {
-    "incarnation": "9d0c2c1e6f4b4c5fa2f3b9d1e4a7c8b0",
+    "incarnation": "f" * 32,
     "namespace": {"model": "m", "revision": "r", "page_size": 4},
     "pools": [KV],
 }
