@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from dataplane.control_plane import ControlPlane, ControlPlaneAway, ControlRefused
 from dataplane.messages import control
-from dataplane.object_store import ObjectBuffers, ObjectStore, StoreCode, describe_failures
+from dataplane.object_store import ObjectStore, StoreCode
 from dataplane.page_statements import PoolFacts, Statement, statements
 from dataplane.stage_batch import PoolPages, StageBatch
+from dataplane.stage_put import put_confirmed
 from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
@@ -160,20 +161,7 @@ class BackUp:
 
     def _put(self, batch: StageBatch, first_page: int) -> None:
         """Put a batch and note which shards are confirmed (O3)."""
-        codes = self._put_confirmed(batch.keys, batch.buffers, batch.groups)
-        # Noted before the repair, whose failure must not take along what is confirmed already.
-        self._note_held(batch, first_page, codes)
-        wrong = np.flatnonzero(codes == StoreCode.SIZE_MISMATCH)
-        if wrong.size:
-            # Somebody's object of another size sits under our key: it is worth nothing to anybody.
-            log.warning("removing objects of a wrong size: %s", describe_failures(batch.keys, codes))
-            bad = [batch.keys[i] for i in wrong.tolist()]
-            self._store.remove(bad)
-            groups = [batch.groups[i] for i in wrong.tolist()]
-            codes[wrong] = self._put_confirmed(bad, batch.buffers[wrong], groups)
-            self._note_held(batch, first_page, codes)
-        if codes.any():
-            log.warning("not everything was stored: %s", describe_failures(batch.keys, codes))
+        put_confirmed(self._store, batch, lambda codes: self._note_held(batch, first_page, codes))
         if self._progress is not None:
             for member in batch.members:
                 held = self._held[member.pool.name][first_page + member.pages]
@@ -182,12 +170,6 @@ class BackUp:
     def _note_held(self, batch: StageBatch, first_page: int, codes: NDArray[np.int8]) -> None:
         for member, at in batch.by_shard(codes):
             self._held[member.pool.name][first_page + member.pages] = (at == StoreCode.OK).all(axis=2)
-
-    def _put_confirmed(
-        self, keys: Sequence[str], buffers: ObjectBuffers, groups: Sequence[str]
-    ) -> NDArray[np.int8]:
-        codes = self._store.put(keys, buffers, groups)
-        return np.where(codes == StoreCode.OK, self._store.confirm(keys, buffers.sizes), codes)
 
     def _commit(self, stop: int) -> None:
         """Claim what is confirmed of the pages up to `stop` and not claimed yet (O2).

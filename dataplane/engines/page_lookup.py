@@ -1,0 +1,98 @@
+"""A lookup as an engine's prefetch needs it: what the index says, checked and leased in the store (T3)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataplane.engines.link import EngineLink, Joined
+from dataplane.engines.promises import Promises
+from dataplane.lost_pages import LostPages
+from dataplane.messages import control
+from metadata.codec import PageHashes
+from metadata.errors import CaketinError
+from metadata.pools import AllPages
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FoundPages:
+    """What is restorable of some pages.
+
+    Attributes:
+        pages: the longest length.
+        runs: all lengths, as inclusive runs.
+        pools: pool name -> the longest length that this pool alone allows.
+    """
+
+    pages: int
+    runs: list[tuple[int, int]]
+    pools: dict[str, int]
+
+
+class PageLookup:
+    """Lookups of one rank. Safe to use from several threads."""
+
+    def __init__(self, link: EngineLink, promises: Promises) -> None:
+        self._link = link
+        self._promises = promises
+
+    def find(
+        self, page_hashes: PageHashes, pools: Mapping[str, control.PoolQuery], first_page: int = 0
+    ) -> FoundPages | None:
+        """Ask which lengths are restorable, and lease them.
+
+        Args:
+            page_hashes: pages of the call.
+            pools: the sidecars that gate.
+            first_page: pages of the sequence before them, whose windows the engine vouches for.
+
+        Returns:
+            None where nobody can say: not attached, no answer in time, a pool that is not registered (yet).
+        """
+        joined = self._link.joined
+        if joined is None or not page_hashes or any(name not in joined.pools.bound for name in pools):
+            return None
+        try:
+            found = self._link.call(
+                lambda client: client.lookup(
+                    joined.namespace_id, page_hashes, first_page=first_page, pools=pools
+                )
+            )
+            if found.degraded:
+                return None
+            return self._confirmed(joined, page_hashes, found)
+        except CaketinError as error:
+            log.info("a lookup of %d pages is a miss: %s", len(page_hashes), error)
+            return None
+
+    def _confirmed(self, joined: Joined, page_hashes: PageHashes, found: control.LookupResult) -> FoundPages:
+        """Ask the store for one object of each promised page, which leases the page's group."""
+        runs, limit = list(found.restorable), found.hit_pages
+        name = next((n for n, p in joined.pools.policies.items() if isinstance(p, AllPages)), None)
+        keys: list[str] = []
+        if limit and name is not None:
+            pool = joined.pools.bound[name]
+            keys = pool.keys(joined.namespace_id, page_hashes[:limit])[:: pool.objects_per_page]
+            absent = np.flatnonzero(~joined.store.exists(keys))
+            if absent.size:
+                self._report(joined, page_hashes, found.generation, name, absent)
+                limit = int(absent[0])
+                runs = [(first, min(last, limit)) for first, last in runs if first <= limit]
+        pages = runs[-1][1] if runs else 0
+        self._promises.add(page_hashes, found.generation, keys[:pages])
+        pools = {n: min(p, limit) if limit < found.hit_pages else p for n, p in found.pools.items()}
+        return FoundPages(pages, runs, pools)
+
+    def _report(
+        self, joined: Joined, page_hashes: PageHashes, generation: bytes, name: str, absent: np.ndarray
+    ) -> None:
+        log.warning("the store lacks %d pages of %r that the index promised", absent.size, name)
+        if joined.owned.get(name):
+            lost = LostPages(joined.pools, page_hashes)
+            lost.gone(name, absent.astype(np.int64))
+            lost.report(self._link, generation or None)
