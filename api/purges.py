@@ -36,15 +36,20 @@ class ObjectPurger(Protocol):
 
 @dataclass
 class PurgeRunner:
-    """Runs the jobs of all replicas, one at a time, until cancelled."""
+    """Runs the jobs of all replicas, one at a time, until cancelled.
+
+    Without a store it takes only the jobs that it was asked for itself: another replica may have one.
+    """
 
     jobs: PurgeJobs
     purger: ObjectPurger | None = None
     poll_seconds: float = POLL_SECONDS
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _asked: set[str] = field(default_factory=set)
 
-    def wake(self) -> None:
-        """Look for jobs now."""
+    def ask(self, job: PurgeJob) -> None:
+        """Look for jobs now, this one among them."""
+        self._asked.add(job.job_id)
         self._wake.set()
 
     async def run(self) -> None:
@@ -53,8 +58,10 @@ class PurgeRunner:
             self._wake.clear()
             try:
                 for job in await self.jobs.open_jobs():
-                    if await self.jobs.take(job):
+                    mine = self.purger is not None or job.job_id in self._asked
+                    if mine and await self.jobs.take(job):
                         await self._work(job)
+                        self._asked.discard(job.job_id)
             except RedisUnavailable:
                 pass
             except Exception:
@@ -96,7 +103,7 @@ class PurgeRunner:
         except RedisUnavailable:
             raise
         except Exception as error:
-            detail = error.detail if isinstance(error, CaketinError) else type(error).__name__
+            detail = error.detail if isinstance(error, CaketinError) else f"{type(error).__name__}: {error}"
             log.warning("objects could not be removed", job=job.job_id, reason=detail)
             # The detail may name an address of the store: it stays in the log.
             raise _Failed(

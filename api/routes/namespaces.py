@@ -70,7 +70,7 @@ async def purge_namespace(
 ) -> Response:
     """Purge a namespace: its claims, then its objects; where a purge is under way, tell that job."""
     job = await context.purges.start(tenant, namespace_id)
-    context.purge_runner.wake()
+    context.purge_runner.ask(job)
     return bodies.answer(request, PurgeResult(job_id=job.job_id), 202)
 
 

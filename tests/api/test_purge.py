@@ -156,14 +156,16 @@ def test_without_a_store_the_claims_go_and_the_job_says_that_the_objects_stay(
         assert len(list(store.keys(f"ct1/{ns}/"))) == 20
 
 
-def test_a_job_whose_process_died_is_finished_by_another(redis_url, empty, store, purger, tmp_path):
+def test_a_job_whose_process_died_is_finished_by_another_that_has_a_store(
+    redis_url, empty, store, purger, tmp_path
+):
     with serving(redis_url, tmp_path, purger) as stack:
         ns = filled(stack, store, "m")
     job = {"tenant": "default", "namespace_id": ns, "state": "running", "done": 3, "total": 9, "error": ""}
     empty.hset("ct:job:purge-00000000deadbeef", mapping=job)
     empty.sadd("ct:jobs", "purge-00000000deadbeef")
     empty.set("ct:job:purge-00000000deadbeef:lease", b"1", px=1500)
-    with serving(redis_url, tmp_path, purger) as stack:
+    with serving(redis_url, tmp_path), serving(redis_url, tmp_path, purger) as stack:
         assert httpx.get(f"{stack.url}/v1/jobs/purge-00000000deadbeef").json()["state"] == "running"
         assert ended(stack, "purge-00000000deadbeef")["state"] == "done"
         assert hits(stack, ns) == 0
