@@ -21,6 +21,8 @@ from redis.asyncio.connection import AbstractConnection
 from metadata.circuit import Circuit, CircuitSettings
 from metadata.redis_errors import SERVER_AWAY, translated, unavailable
 
+_CONNECTING: Final = 4
+
 Words = tuple[str | bytes | int, ...]
 
 
@@ -67,6 +69,8 @@ class RedisNode:
         self._settings = settings
         self._free: deque[AbstractConnection] = deque()
         self._places = asyncio.Semaphore(settings.max_connections)
+        # Dozens that connect at once are late all together; who waits here mostly finds an idle one then.
+        self._door = asyncio.Semaphore(_CONNECTING)
         self._prober: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -106,17 +110,22 @@ class RedisNode:
 
     async def _within_deadline(self, commands: Sequence[Command]) -> list[Any]:
         async with asyncio.timeout(self._settings.command_seconds), self._places:
-            while self._free:
-                idle = self._free.pop()
-                try:
-                    return await self._exchange(idle, commands)
-                except (driver.ConnectionError, OSError) as seen:
-                    if isinstance(seen, driver.BusyLoadingError):
-                        raise
-                    # A connection that died while idle says nothing of the server. Every script is safe to
-                    # repeat, so this is too, even if the death came after the call was served.
-                    await self.drop_idle()
-            return await self._exchange(await self._connect(), commands)
+            while True:
+                while self._free:
+                    idle = self._free.pop()
+                    try:
+                        return await self._exchange(idle, commands)
+                    except (driver.ConnectionError, OSError) as seen:
+                        if isinstance(seen, driver.BusyLoadingError):
+                            raise
+                        # A connection that died while idle says nothing of the server. Every script is safe
+                        # to repeat, so this is too, even if the death came after the call was served.
+                        await self.drop_idle()
+                async with self._door:
+                    if self._free:
+                        continue
+                    fresh = await self._connect()
+                return await self._exchange(fresh, commands)
 
     async def _exchange(self, connection: AbstractConnection, commands: Sequence[Command]) -> list[Any]:
         try:

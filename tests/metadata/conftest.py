@@ -37,7 +37,8 @@ def redis_stack(
 @pytest.fixture
 async def redis_server(redis_stack: RedisStack) -> AsyncIterator[RedisServer]:
     """A connected handle on `redis_stack`."""
-    server = RedisServer.connect(RedisSettings(redis_stack.url))
+    # Deadlines are for tests of deadlines: the machine that runs these may be busy.
+    server = RedisServer.connect(RedisSettings(redis_stack.url, connect_seconds=10, command_seconds=20))
     await server.prepare()
     yield server
     await server.close()

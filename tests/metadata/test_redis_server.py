@@ -100,6 +100,25 @@ async def test_more_callers_than_connections_wait_for_their_turn(own):
             assert len(plain.client_list()) <= 3 + 1
 
 
+async def test_of_many_first_callers_a_few_connect_at_once_and_the_others_use_what_comes_back(own):
+    async with handle(own.url, command_seconds=20, connect_seconds=20) as server:
+        (node,) = server._there.known()
+        connect, now, most = node._connect, 0, 0
+
+        async def counted():
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            try:
+                return await connect()
+            finally:
+                now -= 1
+
+        node._connect = counted
+        await asyncio.gather(*(server.commands([("SET", f"k{i}", "1")]) for i in range(64)))
+        assert 1 <= most <= 4
+
+
 async def test_a_connection_that_died_while_idle_costs_no_call(own):
     async with handle(own.url) as server:
         await asyncio.gather(*(server.commands([("SET", f"k{i}", "1")]) for i in range(5)))
