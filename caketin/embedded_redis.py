@@ -81,9 +81,10 @@ def _serves(port: int, pid: int) -> bool:
             answer = b""
             while b"process_id:" not in answer.rpartition(b"\r\n")[0]:
                 piece = asked.recv(65_536)
-                if not piece or answer.startswith(b"-"):  # still loading its data
-                    return False
                 answer += piece
+                if not piece or answer.startswith(b"-"):
+                    # It wants a password, which is as good as an answer; or it is still loading its data.
+                    return answer.startswith(b"-NOAUTH")
     except OSError:
         return False
     found = re.search(rb"process_id:(\d+)\r\n", answer)

@@ -32,6 +32,13 @@ def children_of(running: Up) -> dict[int, str]:
     return {pid: name for pid, name in processes_of(cache).items() if pid != running.process.pid}
 
 
+def child_with(running: Up, word: bytes) -> int:
+    """Return the child whose command line has a word, or a program of that name."""
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in children_of(running)}
+    (pid,) = [p for p, said in words.items() if any(w.rpartition(b"/")[2] == word for w in said)]
+    return pid
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_everything_and_pages_and_claims_are_there_next_time(
     tmp_path: Path, trace: Path, number: signal.Signals
@@ -91,29 +98,25 @@ def test_a_port_in_use_is_said_with_what_to_do(tmp_path: Path):
     assert not processes_of(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["valkey-server", "control plane"])
-def test_a_part_that_dies_ends_all_with_the_end_of_its_log(tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (b"valkey-server", ["valkey ended with code -9", "Ready to accept connections"]),
+        (b"serve", ["control plane ended with code -9", "redis_url"]),
+    ],
+)
+def test_a_part_that_dies_ends_all_with_the_end_of_its_log(tmp_path: Path, word: bytes, said: list[str]):
     with up(tmp_path) as running:
-        pids = [pid for pid, comm in children_of(running).items() if comm == name or name == "control plane"]
-        if name == "control plane":
-            pids = [p for p in pids if b"serve" in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")]
-        (pid,) = pids
-        os.kill(pid, signal.SIGKILL)
+        os.kill(child_with(running, word), signal.SIGKILL)
         assert running.process.wait(20) == 1
-        said = running.out.read_text()
-        assert f"{name.removesuffix('-server')} ended with code -9" in said
-        assert ("Ready to accept connections" if "valkey" in name else "redis_url") in said
+        text = running.out.read_text()
+        assert all(part in text for part in said)
         assert not children_of(running)
 
 
 def test_a_second_ctrl_c_ends_at_once_what_does_not_end_in_order(tmp_path: Path):
     with up(tmp_path) as running:
-        serving = [
-            p
-            for p in children_of(running)
-            if b"serve" in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")
-        ]
-        os.kill(serving[0], signal.SIGSTOP)  # it will not end for SIGTERM
+        os.kill(child_with(running, b"serve"), signal.SIGSTOP)  # it will not end for SIGTERM
         running.process.send_signal(signal.SIGINT)
         with pytest.raises(Exception, match="timed out"):
             running.process.wait(1.5)
