@@ -329,18 +329,13 @@ def test_a_redis_that_is_fit_is_not_written_to(tmp_path: Path):
     [
         (("--maxmemory-policy", "allkeys-lru"), "bad", "CONFIG SET maxmemory-policy noeviction"),
         (("--appendonly", "no"), "warn", "appendonly yes"),
-        (("--requirepass", "secret-word"), "bad", ""),
+        (("--requirepass", "secret-word"), "bad", "--redis-url"),
         (("--replicaof", "127.0.0.1 1"), "bad", "primary"),
     ],
 )
 def test_a_redis_that_is_not_fit_is_told(tmp_path: Path, extra: tuple[str, ...], state: str, advised: str):
-    with contextlib.ExitStack() as held:
-        try:
-            server = held.enter_context(redis(tmp_path, *extra))
-            port = server.port
-        except Exception:
-            pytest.fail("the server did not start")
-        found = doctor("--redis-url", f"redis://127.0.0.1:{port}/0")["Redis"]
+    with redis(tmp_path, *extra) as server:
+        found = doctor("--redis-url", server.url)["Redis"]
     assert found[0] == state
     assert advised in found[2]
     assert "secret-word" not in str(found)
