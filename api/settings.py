@@ -46,6 +46,7 @@ class StoreSettings(BaseModel):
 
     kind: Literal["mooncake", "file"] = Field("file", description="mooncake, or file for one machine")
     path: str = Field("", description="file: folder of the store")
+    max_bytes: int = Field(0, ge=0, description="file: size bound of the folder in bytes; 0 for none")
     master: str = Field("", description="mooncake: host:port of mooncake_master")
     metadata: str = Field("P2PHANDSHAKE", description="mooncake: metadata server, or P2PHANDSHAKE")
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="mooncake: transport")

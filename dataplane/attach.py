@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ModelIdentity
+from dataplane.eviction_report import EvictionReport
 from dataplane.file_store import FileStore
 from dataplane.host_pool import Region
 from dataplane.messages.control import FileAccess, MooncakeAccess, RegisterResult
@@ -62,7 +63,7 @@ def open_store(access: MooncakeAccess | FileAccess) -> ObjectStore:
         StoreUnavailable: it cannot be reached, or its library does not load; the text says what to do.
     """
     if isinstance(access, FileAccess):
-        return FileStore(Path(access.path))
+        return FileStore(Path(access.path), max_bytes=access.max_bytes)
     return MooncakeStore(
         MooncakeSettings(
             master=access.master,
@@ -119,6 +120,8 @@ class RankAttachment:
         store = self._opened(registration.store)
         for pool in pools:
             self._register_memory(store, [r for host in pool.hosts for r in host.regions])
+        if isinstance(store, FileStore):
+            store.tell_evictions(EvictionReport(self._client, registration.namespace_id, owned))
         mover = PageMover(store, self._client, registration.namespace_id, pools)
         _write_manifests(store, namespace, owned)
         return Attached(registration.namespace_id, registration, store, mover)

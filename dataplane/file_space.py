@@ -58,6 +58,7 @@ class FileSpace:
 
     Attributes:
         max_bytes: the bound; None for none.
+        on_evict: called with what this process evicted.
     """
 
     def __init__(self, root: Path, max_bytes: int | None, on_evict: OnEvict | None) -> None:
@@ -66,7 +67,7 @@ class FileSpace:
         self._objects = root / "objects"
         self._count_file = str(root / "used-bytes")
         self._evictor_file = str(root / "evictor.lock")
-        self._on_evict = on_evict
+        self.on_evict = on_evict
         with _locked(self._count_file) as fd:
             if os.fstat(fd).st_size < _COUNT.size:
                 _write_count(fd, sum(f.bytes for f in self._page_files()))
@@ -147,10 +148,10 @@ class FileSpace:
         if not evicted:
             return
         log.info("evicted %d page shards", len(evicted))
-        if self._on_evict is None:
+        if self.on_evict is None:
             return
         try:
-            self._on_evict(evicted)
+            self.on_evict(evicted)
         except Exception:
             log.exception(
                 "on_evict failed; the index keeps %d stale claims until they are read", len(evicted)

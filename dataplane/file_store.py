@@ -97,6 +97,10 @@ class FileStore:
         self._regions = RegisteredRegions()
         self._gate = CallGate(self.kind)
 
+    def tell_evictions(self, on_evict: OnEvict | None) -> None:
+        """Set who is called with what this process evicts, in place of what `on_evict` was."""
+        self._space.on_evict = on_evict
+
     def used_bytes(self) -> int:
         """Return the bytes in use by all processes, in blocks of 4 KiB a file."""
         return self._space.used()

@@ -84,7 +84,7 @@ class Lost:
         shard_count: shards of the variant.
         shards: the shards that failed.
         pages: bool over the call's pages.
-        reason: as the note will say it (`gone`, `size_mismatch`, `timeout`, `checksum`, ...).
+        reason: as the note will say it (`gone`, `size_mismatch`, `timeout`, `checksum`, `evicted`).
     """
 
     bit: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from metadata.quota_rules import Amount
 from metadata.quotas import TenantQuotas
 from metadata.registered import NamespaceView, RankRecord
 from metadata.registry import Registry
+
+EVICTED: Final = "evicted"
+"""The one reason that needs no reader: the store itself says that the bytes are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,13 @@ class StoredPages:
             mask = runs_to_mask(item.pages, len(page_hashes), field=f"missing.{name}.pages")
             bit, count = view.variants[pool.spec.pool_id].bit, pool.spec.shard_count
             lost.append(Lost(bit, count, item.shards, mask, item.reason))
-            any_pool |= mask
-            counts[name] = int(mask.sum())
+            if item.reason != EVICTED:  # nobody was promised what the store evicts
+                any_pool |= mask
+                counts[name] = int(mask.sum())
         answer = await self.index.clear(namespace_id, list(page_hashes), lost, generations)
-        source = Source(tenant, namespace_id, view.identity.model, record.engine_id)
-        self.counters.count(CountedPages(source, "lost_pages", {"": int(any_pool.sum()), **counts}))
+        if counts:
+            source = Source(tenant, namespace_id, view.identity.model, record.engine_id)
+            self.counters.count(CountedPages(source, "lost_pages", {"": int(any_pool.sum()), **counts}))
         return answer
 
     async def _rank(
@@ -158,7 +164,9 @@ def _own_pool(record: RankRecord, name: str, item: PoolPages, field: str) -> Ran
         raise InvalidInput(
             "the pool has no bytes", [FieldError(f"{field}.{name}", "logical", "is logical and never stored")]
         )
-    foreign = sorted(set(item.shards) - set(pool.owned_shards))
+    # Whoever needs room in a store evicts what anybody wrote, and is the only one to know.
+    allowed = range(pool.spec.shard_count) if item.reason == EVICTED else pool.owned_shards
+    foreign = sorted(set(item.shards) - set(allowed))
     if foreign or not item.shards:
         detail = f"has {foreign or 'no shard'}, the rank owns {list(pool.owned_shards)}"
         raise InvalidInput("shards of others", [FieldError(f"{field}.{name}.shards", "not_owned", detail)])

@@ -162,7 +162,7 @@ def _rank_view(record: RankRecord) -> RankView:
 def _store(store: StoreSettings, namespace_id: str) -> MooncakeAccess | FileAccess:
     prefix = object_keys.namespace_prefix(namespace_id)
     if store.kind == "file":
-        return FileAccess(path=store.path, key_prefix=prefix)
+        return FileAccess(path=store.path, max_bytes=store.max_bytes or None, key_prefix=prefix)
     return MooncakeAccess(
         master=store.master,
         metadata=store.metadata,

@@ -21,7 +21,7 @@ from metadata.errors import FieldError, InvalidInput
 from metadata.page_runs import runs_to_mask
 from metadata.pools import MAX_POOL_VARIANTS
 
-LossReason: TypeAlias = Literal["gone", "size_mismatch", "timeout", "checksum"]
+LossReason: TypeAlias = Literal["gone", "size_mismatch", "timeout", "checksum", "evicted"]
 
 
 class StoredPool(Body):
@@ -32,7 +32,10 @@ class StoredPool(Body):
 
 
 class MissingPool(Body):
-    """Pages of one pool that could not be read, on these shards."""
+    """Pages of one pool that could not be read, or that the store evicted, on these shards.
+
+    Only of what was evicted a rank may name shards that it does not own.
+    """
 
     pages: PageSetField
     shards: ShardList

@@ -110,6 +110,9 @@ class FileAccess(Body):
 
     kind: Literal["file"] = "file"
     path: str
+    max_bytes: Count | None = Field(
+        default=None, description="Size bound that all ranks keep; left out where there is none."
+    )
     key_prefix: str
 
 

@@ -135,6 +135,7 @@ class FileAccess(Message, frozen=True, kw_only=True, tag_field="kind", tag="file
     """Where the file store is."""
 
     path: str
+    max_bytes: Count | None = None
     key_prefix: str
 
 
@@ -272,7 +273,7 @@ class MissingPool(Request, frozen=True, kw_only=True, omit_defaults=True):
 
     pages: PageSet
     shards: list[Count]
-    reason: Literal["gone", "size_mismatch", "timeout", "checksum"]
+    reason: Literal["gone", "size_mismatch", "timeout", "checksum", "evicted"]
     size_seen: Count | None = None
 
 
