@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import socket
 from collections.abc import Iterator, Sequence
 from threading import Lock
@@ -15,6 +16,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from dataplane.object_store import StoreUnavailable
+
+log = logging.getLogger(__name__)
 
 _KEYS_PER_QUERY: Final = 400  # a request line of some 45 KB; 50 KB was seen to work
 _HTTP_OK: Final = 200
@@ -43,6 +46,41 @@ def check_listening(address: str, seconds: float) -> None:
         socket.create_connection((host, port), timeout=seconds).close()
     except OSError as e:
         raise StoreUnavailable(f"no Mooncake master answers at {address} within {seconds:g} s: {e}") from e
+
+
+class MasterWatch:
+    """Spares callers the wait for a master that is known to be away.
+
+    Mooncake's client reconnects by itself once a master listens at the same address again (seen within a
+    second), but until then every single call takes more than 4 s to say so. After the first such answer the
+    port is tried before each call, and a call that cannot succeed fails at once.
+    """
+
+    def __init__(self, address: str, seconds: float) -> None:
+        """Watch the master at `address`, which may take `seconds` to accept a connection."""
+        self._address = address
+        self._seconds = seconds
+        self.away = False
+
+    def check(self) -> None:
+        """Let a call pass, unless the master is known to be away and still is.
+
+        Raises:
+            StoreUnavailable: it is.
+        """
+        if self.away:
+            check_listening(self._address, self._seconds)
+
+    def heard(self, *, away: bool) -> None:
+        """Note what a call's answer says of the master."""
+        if away != self.away:
+            log.warning("the Mooncake master at %s %s", self._address, "is away" if away else "is back")
+        self.away = away
+
+    def lost(self, call: str) -> StoreUnavailable:
+        """Note that a call failed for want of the master, and return what to raise."""
+        self.heard(away=True)
+        return StoreUnavailable(f"the Mooncake master at {self._address} did not answer: {call} failed")
 
 
 class MasterHttp:

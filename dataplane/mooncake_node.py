@@ -138,6 +138,18 @@ class MooncakeCluster:
         """Kill a storage node at once, as a crash would; its bytes are gone."""
         self._nodes[index].kill()
 
+    def restart_master(self) -> None:
+        """Start a master that ended, at the same ports. It remembers no object; its nodes come back to it.
+
+        Raises:
+            ChildFailed: it ended or was not ready in time.
+        """
+        if self._master is None:
+            raise ChildFailed("the cluster was not started")
+        self._master.stop()
+        self._master = self._spawn(f"{self._master.name}-again", ["master", *self._master_flags()])
+        self._master.wait_ready(self._master_serves, self._ready_seconds)
+
     def stop(self) -> None:
         """End nodes, then master; twice is fine."""
         for node in self._nodes:
@@ -154,12 +166,8 @@ class MooncakeCluster:
     def _start_master(self) -> None:
         for attempt in range(_STARTS):
             rpc, http = free_ports(2)
-            flags = [f"--rpc_address={_LOOPBACK}", f"--rpc_port={rpc}"]
-            flags += [f"--metrics_host={_LOOPBACK}", f"--metrics_port={http}"]
-            # Without the log level the master writes a line for every put of a key that exists.
-            flags += [f"--default_kv_lease_ttl={round(self._lease_seconds * 1000)}", "--minloglevel=1"]
             self.master, self.master_http = f"{_LOOPBACK}:{rpc}", f"{_LOOPBACK}:{http}"
-            self._master = self._spawn(f"mooncake-master-{attempt}", ["master", *flags])
+            self._master = self._spawn(f"mooncake-master-{attempt}", ["master", *self._master_flags()])
             try:
                 self._master.wait_ready(self._master_serves, self._ready_seconds)
             except ChildFailed:
@@ -167,6 +175,13 @@ class MooncakeCluster:
                     raise
                 continue
             return
+
+    def _master_flags(self) -> list[str]:
+        (host, rpc), (_, http) = split_address(self.master), split_address(self.master_http)
+        flags = [f"--rpc_address={host}", f"--rpc_port={rpc}"]
+        flags += [f"--metrics_host={host}", f"--metrics_port={http}"]
+        # Without the log level the master writes a line for every put of a key that exists.
+        return [*flags, f"--default_kv_lease_ttl={round(self._lease_seconds * 1000)}", "--minloglevel=1"]
 
     def _master_serves(self) -> bool:
         asked = MasterHttp(self.master_http, seconds=1.0)

@@ -7,6 +7,7 @@ Mooncake answers with one integer an object. What those integers hide, and what 
 * a put returns 0 for a key that exists with any size, and for one that meets another writer's unfinished put
   and never comes to exist: `confirm` asks for existence and size in one go (O3);
 * over TCP unregistered memory works until the first RDMA device: every address is checked here;
+* with the master away each call takes 4 s to say -900 or, worse, that nothing is there: `MasterWatch`;
 * any call on a closed client crashes the process: calls are counted, and `close` waits for them.
 """
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 import logging
 import resource
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.mooncake_master import MasterHttp, check_listening
+from dataplane.mooncake_codes import INVALID_PARAMS, NOT_FOUND, TRANSFER_FAIL, store_code, store_codes
+from dataplane.mooncake_master import MasterHttp, MasterWatch, check_listening
 from dataplane.mooncake_native import MooncakeSettings, close_native, connect, keep_open, load_native
 from dataplane.object_store import (
     CallGate,
@@ -37,21 +40,6 @@ from dataplane.object_store import (
 
 log = logging.getLogger(__name__)
 
-_INVALID_PARAMS: Final = -600
-_NOT_FOUND: Final = -704
-_TRANSFER_FAIL: Final = -800
-_CODES: Final[dict[int, StoreCode]] = {
-    -200: StoreCode.NO_SPACE,
-    _INVALID_PARAMS: StoreCode.INVALID,
-    -703: StoreCode.MISSING,  # another writer has not finished it
-    _NOT_FOUND: StoreCode.MISSING,
-    -705: StoreCode.OK,  # a put on a key that exists
-    -707: StoreCode.LEASE_LOST,
-    -710: StoreCode.MISSING,
-    -712: StoreCode.MISSING,  # the replica's node is gone and the master knows
-    _TRANSFER_FAIL: StoreCode.TRANSFER_FAILED,
-    -900: StoreCode.UNAVAILABLE,
-}
 _CLOSE_SECONDS: Final = 5.0
 
 _Batch: TypeAlias = Callable[[list[str], ObjectBuffers, list[str] | None], NDArray[np.int8]]
@@ -76,6 +64,7 @@ class MooncakeStore:
         self._http = MasterHttp(settings.master_http) if settings.master_http else None
         self._regions = RegisteredRegions()
         self._gate = CallGate(self.kind)
+        self._watch = MasterWatch(settings.master, settings.connect_seconds)
 
     @staticmethod
     def available() -> tuple[bool, str]:
@@ -110,20 +99,20 @@ class MooncakeStore:
         check_batch(keys, buffers)
         if groups is not None and len(groups) != len(keys):
             raise ValueError(f"{len(keys)} keys but {len(groups)} groups")
-        with self._gate.call():
+        with self._call():
             return self._move(keys, buffers, groups, self._put)
 
     def get(self, keys: Sequence[str], buffers: ObjectBuffers) -> NDArray[np.int8]:
         """See `ObjectStore.get`. Blocks 60 s when the node that owns the bytes has just died."""
         check_batch(keys, buffers)
-        with self._gate.call():
+        with self._call():
             return self._move(keys, buffers, None, self._get)
 
     def confirm(self, keys: Sequence[str], sizes: NDArray[np.int64]) -> NDArray[np.int8]:
         """See `ObjectStore.confirm`."""
         if len(keys) != len(sizes):
             raise ValueError(f"{len(keys)} keys but {len(sizes)} sizes")
-        with self._gate.call():
+        with self._call():
             found = self._stored_sizes(keys)
         codes = np.where(found == sizes, StoreCode.OK, StoreCode.SIZE_MISMATCH).astype(np.int8)
         codes[found < 0] = StoreCode.UNCONFIRMED
@@ -134,12 +123,13 @@ class MooncakeStore:
         if not renew:
             return self.sizes(keys) >= 0
         found: list[int] = []
-        with self._gate.call():
+        with self._call():
             for chunk in self._chunks(keys):
                 found += self._client.batch_is_exist(chunk)
         answer = np.array(found, dtype=np.int64)
         if (answer < 0).any():
-            raise StoreUnavailable(f"the master answered {int(answer.min())} to an existence query")
+            raise self._watch.lost("an existence query")
+        self._watch.heard(away=False)
         present: NDArray[np.bool_] = answer == 1
         return present
 
@@ -156,11 +146,13 @@ class MooncakeStore:
     def remove(self, keys: Sequence[str]) -> int:
         """See `ObjectStore.remove`."""
         removed = 0
-        with self._gate.call():
+        with self._call():
             for chunk in self._chunks(keys):
                 raw = self._client.batch_remove(chunk, True)
                 removed += raw.count(0)
-                faults = {r for r in raw if r not in (0, _NOT_FOUND)}
+                faults = {r for r in raw if r not in (0, NOT_FOUND)}
+                if any(store_code(r) is StoreCode.UNAVAILABLE for r in faults):
+                    raise self._watch.lost("a removal")
                 if faults:
                     raise StoreError(f"Mooncake answered {sorted(faults)} to a removal of {len(chunk)} keys")
         return removed
@@ -168,17 +160,21 @@ class MooncakeStore:
     def remove_prefix(self, prefix: str) -> int:
         """See `ObjectStore.remove_prefix`."""
         check_namespace_prefix(prefix)
-        with self._gate.call():
+        with self._call():
             removed = int(self._client.remove_by_regex(f"^{prefix}", True))
+        if store_code(removed) is StoreCode.UNAVAILABLE:
+            raise self._watch.lost("a removal")
         if removed < 0:
             raise StoreError(f"Mooncake answered {removed} to the removal of {prefix}")
         return removed
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """See `ObjectStore.put_bytes`. At most `local_buffer_bytes`."""
-        with self._gate.call():
+        with self._call():
             raw = self._client.put(key, data, self._config(None))
-        code = _code(raw)
+        code = store_code(raw)
+        if code is StoreCode.UNAVAILABLE:
+            raise self._watch.lost("a put")
         if code is not StoreCode.OK:
             raise StoreError(
                 f"{key} ({len(data)} bytes) was not stored, Mooncake answered {raw}: {code.advice}"
@@ -186,8 +182,11 @@ class MooncakeStore:
 
     def get_bytes(self, key: str) -> bytes | None:
         """See `ObjectStore.get_bytes`."""
-        with self._gate.call():
-            if _code(size := self._client.get_size(key)) is StoreCode.MISSING:
+        with self._call():
+            code = store_code(size := self._client.get_size(key))
+            if code is StoreCode.UNAVAILABLE:
+                raise self._watch.lost("a get")
+            if code is StoreCode.MISSING:
                 return None
             data = bytes(self._client.get(key))
         if len(data) != size:
@@ -212,6 +211,13 @@ class MooncakeStore:
             self._client.unregister_buffer(address)
         close_native(self._client, _CLOSE_SECONDS)
 
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Count a call that needs the master, unless it would only wait for one that is away."""
+        with self._gate.call():
+            self._watch.check()
+            yield
+
     def _move(
         self, keys: Sequence[str], buffers: ObjectBuffers, groups: Sequence[str] | None, one_batch: _Batch
     ) -> NDArray[np.int8]:
@@ -226,6 +232,11 @@ class MooncakeStore:
         for rows in batch_bounds(buffers.sizes, self._settings.batch_objects, self._settings.batch_bytes):
             some = None if groups is None else list(groups[rows])
             codes[rows] = one_batch(list(keys[rows]), buffers[rows], some)
+            away = bool((codes[rows] == StoreCode.UNAVAILABLE).any())
+            self._watch.heard(away=away)
+            if away:
+                codes[rows.stop :] = StoreCode.UNAVAILABLE
+                break
         return codes
 
     def _put(self, keys: list[str], buffers: ObjectBuffers, groups: list[str] | None) -> NDArray[np.int8]:
@@ -237,7 +248,7 @@ class MooncakeStore:
             raw = self._client.batch_put_from(
                 keys, buffers.addresses.tolist(), buffers.lengths.tolist(), config
             )
-        codes = _codes(raw)
+        codes = store_codes(raw)
         if codes.any():
             log.warning("put: %s; Mooncake answered %s", describe_failures(keys, codes), sorted(set(raw)))
         return codes
@@ -255,7 +266,7 @@ class MooncakeStore:
             return codes
         codes[got != asked] = StoreCode.SIZE_MISMATCH
         for i in np.flatnonzero(got < 0):
-            codes[i] = _code(int(got[i]))
+            codes[i] = store_code(int(got[i]))
         self._tell_sizes_apart(keys, asked, got, codes)
         if (codes > StoreCode.MISSING).any():
             log.warning("get: %s; Mooncake answered %s", describe_failures(keys, codes), sorted(set(raw)))
@@ -265,18 +276,30 @@ class MooncakeStore:
         self, keys: list[str], asked: NDArray[np.int64], got: NDArray[np.int64], codes: NDArray[np.int8]
     ) -> None:
         """Find the mismatches among the faults: a small buffer gives -600, large fragments give -800."""
-        unclear = np.flatnonzero((got == _INVALID_PARAMS) | (got == _TRANSFER_FAIL))
+        unclear = np.flatnonzero((got == INVALID_PARAMS) | (got == TRANSFER_FAIL))
         if unclear.size:
-            stored = self._stored_sizes([keys[int(i)] for i in unclear])
+            try:
+                stored = self._stored_sizes([keys[int(i)] for i in unclear])
+            except StoreUnavailable:
+                codes[unclear] = StoreCode.UNAVAILABLE
+                return
             codes[unclear[stored < 0]] = StoreCode.MISSING
             codes[unclear[(stored >= 0) & (stored != asked[unclear])]] = StoreCode.SIZE_MISMATCH
 
     def _stored_sizes(self, keys: Sequence[str]) -> NDArray[np.int64]:
-        """Return sizes of complete objects, -1 where missing; unlike `sizes`, this renews leases."""
+        """Return sizes of complete objects, -1 where missing; unlike `sizes`, this renews leases.
+
+        Raises:
+            StoreUnavailable: the master does not answer.
+        """
         complete = self._native.ReplicaStatus.COMPLETE
         sizes: list[int] = []
         for chunk in self._chunks(keys):
             replicas = self._client.batch_get_replica_desc(chunk)
+            absent = next((key for key in chunk if key not in replicas), None)
+            # An empty answer is also all that a failed call gives. Only a call that says so tells them apart.
+            if absent is not None and self._client.batch_is_exist([absent])[0] < 0:
+                raise self._watch.lost("a query of sizes")
             sizes += [_replica_size(replicas.get(key, ()), complete) for key in chunk]
         return np.array(sizes, dtype=np.int64)
 
@@ -327,17 +350,6 @@ def _replica_size(replicas: Sequence[Any], complete: object) -> int:
         if replica.is_memory_replica() and replica.status == complete:
             return int(replica.get_memory_descriptor().buffer_descriptor.size)
     return -1
-
-
-def _code(raw: int) -> StoreCode:
-    return StoreCode.OK if raw >= 0 else _CODES.get(raw, StoreCode.INVALID)
-
-
-def _codes(raw: list[int]) -> NDArray[np.int8]:
-    codes = np.zeros(len(raw), dtype=np.int8)
-    for i in np.flatnonzero(raw):
-        codes[i] = _code(raw[i])
-    return codes
 
 
 def registration_advice(address: int, length: int, raw: int, protocol: str) -> str:

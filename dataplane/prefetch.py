@@ -20,7 +20,7 @@ import numpy as np
 from dataplane.control_plane import ControlPlane
 from dataplane.lost_pages import LostPages
 from dataplane.messages import control
-from dataplane.object_store import ObjectStore, StoreCode, describe_failures
+from dataplane.object_store import ObjectStore, StoreCode, StoreUnavailable, describe_failures
 from dataplane.stage_batch import PoolPages, StageBatch
 from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
 from metadata.codec import PageHashes
@@ -205,6 +205,9 @@ class Prefetch:
                 self._lost.note(member, outcome, next(keys)[1])
             if self._progress is not None:
                 self._progress(name, int(good.sum()))
+        if (codes == StoreCode.UNAVAILABLE).any():
+            # It says nothing of the objects, so there is no shorter length to try.
+            raise StoreUnavailable(f"the prefetch ends early: {StoreCode.UNAVAILABLE.advice}")
         return not codes.any()
 
     def _longest(self, presence: Mapping[str, BoolArray], at_most: int) -> int:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from dataplane import mooncake_native
 from dataplane import mooncake_store as mooncake_store_module
+from dataplane.mooncake_codes import store_code, store_codes
 from dataplane.mooncake_master import MasterHttp, split_address
 from dataplane.mooncake_native import MooncakeSettings
 from dataplane.mooncake_node import MooncakeCluster, master_binary
@@ -392,3 +393,72 @@ def test_after_its_node_died_a_get_is_honest_and_close_is_quick(namespace_id: st
         started = time.monotonic()
         store.close()
         assert time.monotonic() - started < 9  # Mooncake's own takes 10 s
+
+
+def test_a_master_that_is_away_is_an_error_and_no_loss_and_a_new_one_is_found_without_help(
+    namespace_id: str,
+) -> None:
+    with MooncakeCluster(16 << 20) as cluster:
+        store = MooncakeStore(cluster.settings)
+        arena = Arena(store, 1 << 16)
+        keys = [object_key(namespace_id, i) for i in range(3)]
+        sizes = np.full(3, 1000)
+        kept = arena.holding([b"x" * 1000] * 3)
+        assert not store.put(keys, kept).any()
+        master = cluster.children[0].process
+        os.kill(master.pid, signal.SIGKILL)
+        assert master.wait(10) == -signal.SIGKILL
+        assert set(store.get(keys, arena.room([1000] * 3)).tolist()) == {StoreCode.UNAVAILABLE}
+        calls: list[Callable[[], object]] = [
+            lambda: store.get(keys, arena.room([1000] * 3)),
+            lambda: store.put(keys, kept),
+            lambda: store.confirm(keys, sizes),
+            lambda: store.exists(keys),
+            lambda: store.remove(keys),
+            lambda: store.put_bytes(keys[0], b"x"),
+            lambda: store.get_bytes(keys[0]),
+        ]
+        started = time.monotonic()
+        for call in calls:
+            with pytest.raises(StoreUnavailable, match=re.escape(cluster.master)):
+                call()
+        assert time.monotonic() - started < 4  # Mooncake's own client takes that long for each
+        cluster.restart_master()
+        deadline = time.monotonic() + 30
+        while set(store.put(keys, kept).tolist()) != {StoreCode.OK} or store.confirm(keys, sizes).any():
+            assert time.monotonic() < deadline, "the client did not find the new master"
+            time.sleep(0.1)
+        read = arena.room([1000] * 3)
+        assert not store.get(keys, read).any()
+        assert arena.bytes_of(read) == [b"x" * 1000] * 3
+        store.close()
+
+
+def test_with_the_master_away_nothing_is_told_to_be_missing(namespace_id: str) -> None:
+    with MooncakeCluster(16 << 20) as cluster:
+        store = MooncakeStore(cluster.settings)
+        cluster.children[0].kill()
+        with pytest.raises(StoreUnavailable):
+            store.confirm([object_key(namespace_id, 1)], np.array([1000]))
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("raw", "code"),
+    [
+        (4096, StoreCode.OK),
+        (0, StoreCode.OK),
+        (-704, StoreCode.MISSING),
+        (-712, StoreCode.MISSING),
+        (-800, StoreCode.TRANSFER_FAILED),
+        (-900, StoreCode.UNAVAILABLE),
+        (-901, StoreCode.UNAVAILABLE),
+        (-1010, StoreCode.UNAVAILABLE),
+        (-1, StoreCode.INVALID),
+        (-9999, StoreCode.INVALID),
+    ],
+)
+def test_every_code_of_mooncake_has_a_name_and_advice(raw: int, code: StoreCode) -> None:
+    assert store_code(raw) is code
+    assert store_codes([raw]).tolist() == [code]
+    assert code.advice
