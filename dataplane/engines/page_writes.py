@@ -1,9 +1,10 @@
 """Writes of an engine that hands sidecars over before the anchor: stored at once, published with the anchor.
 
 The order "KV first" is kept by what the index learns. What is stored and confirmed of a page waits here until
-the anchor of the page is confirmed too, and goes into the commit that claims the anchor. A sidecar whose
-anchor was stored earlier (an engine may write a window of its own) is claimed a moment later by itself: the
-control plane takes it only where the anchor's claim is there (O2).
+the anchor of the page is confirmed too, and goes into the commit that claims the anchor. An engine may also
+write a window of its own, whose anchor was stored earlier: where this rank has seen that, the window is
+claimed at once, else by itself a moment later, when no anchor has come. The control plane takes it only where
+the anchor's claim is there (O2).
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class PageWrites:
         self._lock = threading.Lock()
         self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
         self._unclaimed: OrderedDict[bytes, dict[str, BoolArray]] = OrderedDict()
+        self._anchored: OrderedDict[bytes, None] = OrderedDict()
 
     def store_sidecars(self, given: Mapping[str, SlotPages]) -> dict[str, BoolArray]:
         """Store pages of pools that are not the anchor's own bytes; nothing is published yet.
@@ -89,6 +91,7 @@ class PageWrites:
             stored[name][:] = shards.all(axis=1)
         if joined.writes_anchor:
             self._wait(given, held)
+            self._claim_anchored(joined, given)
         else:
             for name, shards in held.items():
                 self._claim(joined, given[name].page_hashes, {name: shards})
@@ -119,7 +122,12 @@ class PageWrites:
         except CaketinError as error:
             log.warning("the anchor was not stored completely: %s", error)
             return nothing
-        self._claim(joined, page_hashes, {**waiting, **held}, only=complete)
+        taken = self._claim(joined, page_hashes, {**waiting, **held}, only=complete)
+        with self._lock:
+            for page in np.flatnonzero(complete & taken).tolist():
+                self._anchored[page_hashes[page]] = None
+            while len(self._anchored) > MAX_WAITING_PAGES:
+                self._anchored.popitem(last=False)
         return complete
 
     def settle(self, joined: Joined) -> None:
@@ -131,13 +139,30 @@ class PageWrites:
                 for h, w in self._waiting.items()
                 if not w.tried and self._clock() - w.since > SETTLE_SECONDS
             ]
-            for _, waiting in late:
-                waiting.tried = True
         self._claim_pages(joined, list(unclaimed.items()))
-        taken = self._claim_pages(joined, [(h, w.held) for h, w in late])
+        self._claim_waiting(joined, late)
+
+    def _claim_anchored(self, joined: Joined, given: Mapping[str, SlotPages]) -> None:
+        """Claim what waits although its anchor is claimed."""
+        with self._lock:
+            pages = {h for p in given.values() for h in p.page_hashes if h in self._anchored}
+            ready = [(h, self._waiting[h]) for h in pages if h in self._waiting]
+        self._claim_waiting(joined, ready)
+
+    def _claim_waiting(self, joined: Joined, pages: list[tuple[bytes, _Waiting]]) -> None:
+        for _, waiting in pages:
+            waiting.tried = True
+        taken = self._claim_pages(joined, [(h, w.held) for h, w in pages])
         with self._lock:
             for page_hash in taken:
                 self._waiting.pop(page_hash, None)
+
+    def forget(self) -> None:
+        """Forget what was stored: the namespace is purged."""
+        with self._lock:
+            self._waiting.clear()
+            self._unclaimed.clear()
+            self._anchored.clear()
 
     def _store_in_order(
         self, joined: Joined, given: Mapping[str, SlotPages], held: dict[str, BoolArray]

@@ -231,6 +231,7 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         if link is None or joined is None:
             return
         job_id = link.call(lambda client: client.purge(joined.namespace_id))
+        self._writes.forget()
         link.rejoin()
         deadline = time.monotonic() + _CLEAR_SECONDS
         while time.monotonic() < deadline:

@@ -22,7 +22,9 @@ from metadata.namespace import HashKind
 log = logging.getLogger(__name__)
 
 UNVERSIONED: Final = "unversioned"
-_SGLANG_KEYS: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size"})
+_SGLANG_KEYS: Final = frozenset(
+    {"backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "allocator"}
+)
 _NO_MODEL: Final = frozenset({"", "none", "dummy"})
 _WEIGHT_INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
@@ -91,10 +93,15 @@ class BackendSettings:
     def of(cls, extra_config: Mapping[str, Any] | None) -> BackendSettings:
         """Read the settings.
 
+        SGLang's own `extra_backend_tag` keeps engines apart as it does with other backends: it is a salt.
+
         Raises:
             InvalidInput: `control_url` is missing, a name is unknown, or a value has the wrong type.
         """
         given = {k: v for k, v in (extra_config or {}).items() if k not in _SGLANG_KEYS}
+        tag = given.pop("extra_backend_tag", None)
+        if tag is not None:
+            given.setdefault("namespace_salt", tag)
         errors = _errors(given, _TYPES, "")
         if not given.get("control_url"):
             errors.insert(0, FieldError("control_url", "missing", "is needed: http://host:port"))
