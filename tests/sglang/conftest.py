@@ -1,0 +1,103 @@
+"""Control planes and stores for real SGLang engines. Runs with the python that `setup_env.sh` prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("torch") is not None
+# Without SGLang there is nothing to collect; `.ci/run` runs the suite with an environment that has it.
+collect_ignore_glob = [] if HERE else ["test_*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Torch and SGLang warn while they are imported, before any mark of a test counts.
+    config.addinivalue_line("filterwarnings", "ignore")
+
+
+if HERE:
+    from api.settings import Settings, StoreSettings
+    from caketin.embedded_redis import EmbeddedRedis
+    from dataplane.child_process import free_port
+    from dataplane.mooncake_node import MooncakeCluster
+    from tests.servers import serving
+
+    @dataclass
+    class ControlPlane:
+        """A control plane, and names that nobody else uses."""
+
+        url: str
+        kind: str
+        redis_url: str
+        folder: Path
+        master: str = ""
+        numbers: Any = field(default_factory=itertools.count)
+
+        def extra(self, model: str | None = None, **more: Any) -> dict[str, Any]:
+            """The extra config of an engine of its own, of a model of its own where none is named."""
+            number = next(self.numbers)
+            return {
+                "backend_name": "caketin",
+                "module_path": "caketin.sglang",
+                "class_name": "CaketinStorage",
+                "interface_v1": 1,
+                "control_url": self.url,
+                "engine_id": f"engine-{os.getpid()}-{number}",
+                "model": model or f"model-{number}",
+                "revision": "1",
+                "call_seconds": 5.0,
+                **more,
+            }
+
+    @pytest.fixture(scope="session")
+    def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
+        server = EmbeddedRedis.start(tmp_path_factory.mktemp("redis"), appendonly=False)
+        yield server
+        server.stop()
+
+    @pytest.fixture(scope="session")
+    def file_plane(
+        tmp_path_factory: pytest.TempPathFactory, redis_server: EmbeddedRedis
+    ) -> Iterator[ControlPlane]:
+        """A control plane over files."""
+        folder = tmp_path_factory.mktemp("pages")
+        settings = Settings(
+            redis_url=redis_server.url, port=free_port(), store=StoreSettings(kind="file", path=str(folder))
+        )
+        with serving(settings) as url:
+            yield ControlPlane(url, "file", redis_server.url, folder)
+
+    @pytest.fixture(scope="session")
+    def cluster() -> Iterator[MooncakeCluster]:
+        found = MooncakeCluster(256 << 20)
+        found.start()
+        yield found
+        found.stop()
+
+    @pytest.fixture(scope="session")
+    def mooncake_plane(
+        tmp_path_factory: pytest.TempPathFactory, redis_server: EmbeddedRedis, cluster: MooncakeCluster
+    ) -> Iterator[ControlPlane]:
+        """A control plane over Mooncake."""
+        settings = Settings(
+            redis_url=redis_server.url,
+            port=free_port(),
+            store=StoreSettings(kind="mooncake", master=cluster.master),
+        )
+        with serving(settings) as url:
+            yield ControlPlane(
+                url, "mooncake", redis_server.url, tmp_path_factory.mktemp("none"), cluster.master
+            )
+
+    @pytest.fixture(params=["file", "mooncake"])
+    def plane(request: pytest.FixtureRequest) -> ControlPlane:
+        """A control plane over each store."""
+        found: ControlPlane = request.getfixturevalue(f"{request.param}_plane")
+        return found
