@@ -115,4 +115,6 @@ def _joined(tables: Sequence[ObjectBuffers]) -> ObjectBuffers:
 
 def _widened(table: NDArray[T], fragments: int) -> NDArray[T]:
     columns = table[:, None] if table.ndim == 1 else table
+    if columns.shape[1] == fragments:
+        return columns
     return np.pad(columns, ((0, 0), (0, fragments - columns.shape[1])))

@@ -72,8 +72,7 @@ def replay_command(
 ) -> None:
     """Replay a load: look up, prefetch what is restorable, back up the rest, compare the bytes.
 
-    Exit code 1 means that restored bytes were wrong. A control plane or store that is away is counted and
-    does not end the replay.
+    Exit code 1: restored bytes were wrong. A control plane or store that is away is counted, no more.
     """
     settings = ReplaySettings(
         url or "",

@@ -177,13 +177,18 @@ class Report:
         }
 
     def print(self, console: Console) -> None:
-        """Print the tables."""
-        console.print(self._totals())
-        console.print(self._by_pool())
-        console.print(self._calls())
+        """Print the tables, each under a line that says what it is."""
         refused = Counter({f"claim refused: {code}": n for code, n in self.rejected.items()})
-        if trouble := self.errors + self.events + refused:
-            console.print(_counts("what else happened", trouble))
+        trouble = self.errors + self.events + refused
+        tables = [
+            (self._title(), self._totals()),
+            ("By pool, the longest prefix that each allows:", self._by_pool()),
+            (self._moved(), self._calls()),
+            *([("What else happened:", _counts(trouble))] if trouble else []),
+        ]
+        for line, table in tables:
+            console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
+            console.print(table)
 
     def write_json(self, path: str) -> None:
         """Write all numbers to a file, or to standard output for `-`."""
@@ -199,8 +204,13 @@ class Report:
         how = f"{self.pools}{ranks}, store: {self.store}, sidecars: {self.sidecars}{flight}"
         return f"{self.load}: {self.requests:,} requests, {how}"
 
+    def _moved(self) -> str:
+        read = f"{_size(self.bytes_read)} read{_speed(self.bytes_read, self.read_seconds)}"
+        written = f"{_size(self.bytes_written)} written{_speed(self.bytes_written, self.write_seconds)}"
+        return f"{read}, {written}; {self.seconds:.1f} s in all:"
+
     def _totals(self) -> Table:
-        table = Table(title=self._title())
+        table = Table()
         table.add_column("")
         table.add_column("pages", justify="right")
         table.add_column("of queried", justify="right")
@@ -223,7 +233,7 @@ class Report:
         return table
 
     def _by_pool(self) -> Table:
-        table = Table(title="by pool: the longest prefix that each allows")
+        table = Table()
         table.add_column("pool")
         table.add_column("pages", justify="right")
         table.add_column("hit rate", justify="right")
@@ -232,9 +242,7 @@ class Report:
         return table
 
     def _calls(self) -> Table:
-        read = f"{_size(self.bytes_read)} read{_speed(self.bytes_read, self.read_seconds)}"
-        written = f"{_size(self.bytes_written)} written{_speed(self.bytes_written, self.write_seconds)}"
-        table = Table(title=f"{read}, {written}; {self.seconds:.1f} s in all")
+        table = Table()
         for name in ("call", "count", "median ms", "p99 ms", "max ms"):
             table.add_column(name, justify="left" if name == "call" else "right")
         for name, latency in sorted(self.latencies.items()):
@@ -247,8 +255,8 @@ class Report:
         return f"{100 * pages / self.queried_pages:.3f} %" if self.queried_pages else ""
 
 
-def _counts(title: str, counts: Counter[str]) -> Table:
-    table = Table(title=title)
+def _counts(counts: Counter[str]) -> Table:
+    table = Table()
     table.add_column("")
     table.add_column("times", justify="right")
     for name, count in sorted(counts.items()):
