@@ -31,8 +31,8 @@ import httpx
 import numpy as np
 import redis
 
-from caketin.child_process import ChildProcess, free_port
 from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import ChildProcess, free_port
 from dataplane.control_client import ControlClient, ControlSettings, ModelIdentity, RankIdentity
 from dataplane.messages.control import StoredPool
 from dataplane.mooncake_node import MooncakeCluster

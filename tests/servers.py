@@ -14,8 +14,8 @@ import uvicorn
 
 from api.app import create_app
 from api.settings import Settings, StoreSettings
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import free_port
 
 
 @dataclass

@@ -23,8 +23,8 @@ from api.logs import configure_logging
 from api.purges import ObjectPurger
 from api.server import server_config
 from api.settings import Settings, StoreSettings
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import free_port
 
 NOBODY_LISTENS = "redis://127.0.0.1:1/0"
 

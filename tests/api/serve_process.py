@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from caketin.child_process import ChildProcess, free_port
+from dataplane.child_process import ChildProcess, free_port
 
 
 @dataclass

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from api.settings import Settings, StoreSettings
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import free_port
 from tests.servers import serving
 
 OPEN_BOUND = 3 * 0.050

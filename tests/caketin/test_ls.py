@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import free_port
 from tests.api.conftest import Stack, serving
 from tests.api.serve_process import environment
 

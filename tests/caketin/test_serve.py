@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import free_port
 from tests.api.serve_process import command, environment, rss, served
 
 RANK = "/v1/engines/e/ranks/dp0-pp0-cp0-tp0"

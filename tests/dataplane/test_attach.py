@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from api.settings import Settings, StoreSettings
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane import attach
 from dataplane.attach import IdentityMismatch, attached
 from dataplane.bound_pool import BoundPool
+from dataplane.child_process import free_port
 from dataplane.control_client import (
     ControlClient,
     ControlPlaneAway,

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from api.settings import Settings, StoreSettings
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane import deadline_http
+from dataplane.child_process import free_port
 from dataplane.control_client import (
     ControlClient,
     ControlPlaneAway,

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from api.settings import Settings, StoreSettings
-from caketin.child_process import free_port
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane.attach import Attached, attached
 from dataplane.bound_pool import BoundPool
+from dataplane.child_process import free_port
 from dataplane.control_client import ControlClient, ControlSettings, ModelIdentity, RankIdentity
 from dataplane.host_memory import HostMemory
 from dataplane.mooncake_node import MooncakeCluster
