@@ -47,7 +47,7 @@ class Reader:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "COLUMNS": "200",
             "NO_COLOR": "1",
-            "CAKETIN_URL": f"http://127.0.0.1:{self.port}",  # what commands take by default is the page's port
+            "CAKETIN_URL": f"http://127.0.0.1:{self.port}",  # in place of the page's
         }
 
     def types(self, commands: str) -> subprocess.Popen[bytes]:
