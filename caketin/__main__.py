@@ -46,9 +46,9 @@ def main() -> None:
         sys.stdout.write(f"caketin {caketin.__version__}\n")
         return
     try:
-        from caketin.cli import app  # noqa: PLC0415  the base install has no typer
+        from caketin.cli import command_line  # noqa: PLC0415  the base install has no typer
 
-        app(prog_name="caketin")
+        command_line(arguments)(prog_name="caketin")
     except ModuleNotFoundError as error:
         extra = EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
         if extra is None:

@@ -1,40 +1,49 @@
-"""The command line: the list of its commands. What each does is in `caketin.commands`."""
+"""The command line: the list of its commands. What each does is in `caketin.commands`.
+
+Only the command that is called is imported: the engine's side of caketin and its server know nothing of each
+other, and loading both takes a second that each start of each child would pay.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from collections.abc import Sequence
+from typing import Annotated, Final
 
 import typer
 
 import caketin
-from caketin.commands import token
-from caketin.commands.console import out
-from caketin.commands.doctor import doctor
-from caketin.commands.ls import ls
-from caketin.commands.replay import replay_command
-from caketin.commands.serve import serve
-from caketin.commands.up import up
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="L3 tier of the hierarchical KV cache.",
-    # A traceback with local variables would show passwords and salts.
-    pretty_exceptions_show_locals=False,
-)
+_COMMANDS: Final = {
+    "up": ("caketin.commands.up", "up"),
+    "serve": ("caketin.commands.serve", "serve"),
+    "replay": ("caketin.commands.replay", "replay_command"),
+    "doctor": ("caketin.commands.doctor", "doctor"),
+    "ls": ("caketin.commands.ls", "ls"),
+    "token": ("caketin.commands.token", "app"),
+}
+"""Name -> module and function, or the typer application of a command that has commands of its own."""
 
 
-@app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+def command_line(arguments: Sequence[str]) -> typer.Typer:
+    """Return the application for these arguments: with the command that they name, or with all."""
+    app = typer.Typer(
+        no_args_is_help=True, add_completion=False, help="L3 tier of the hierarchical KV cache."
+    )
+    app.callback(invoke_without_command=True)(_main)
+    named = [a for a in arguments[:1] if a in _COMMANDS]
+    for name in named or _COMMANDS:
+        module, attribute = _COMMANDS[name]
+        found = getattr(importlib.import_module(module), attribute)
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name=name)(found)
+    return app
+
+
+def _main(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
     """Start with `caketin replay` or `caketin up`."""
     if version:
-        out.print(f"caketin {caketin.__version__}")
+        typer.echo(f"caketin {caketin.__version__}")
         raise typer.Exit
-
-
-app.command()(up)
-app.command()(serve)
-app.command(name="replay")(replay_command)
-app.command()(doctor)
-app.command()(ls)
-app.add_typer(token.app, name="token")

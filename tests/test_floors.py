@@ -257,7 +257,7 @@ def plant(root: Path, **files: str) -> Path:
     [
         ("metadata__x", "import dataplane.agent\n"),
         ("metadata__x", "from api import app\n"),
-        ("metadata__x", "def f():\n    from caketin.cli import app\n"),
+        ("metadata__x", "def f():\n    from caketin.cli import command_line\n"),
         ("metadata__x", "import importlib\nm = importlib.import_module('dataplane.host_pool')\n"),
         ("metadata__x", "from importlib import import_module\nm = import_module('api')\n"),
         ("metadata__x", "m = __import__('caketin')\n"),

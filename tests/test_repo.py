@@ -187,9 +187,9 @@ def test_every_documented_make_target_exists() -> None:
 
 def test_every_documented_command_exists() -> None:
     typer = pytest.importorskip("typer")
-    from caketin.cli import app
+    from caketin.cli import command_line
 
-    commands = set(typer.main.get_command(app).commands)
+    commands = set(typer.main.get_command(command_line([])).commands)
     named = {c for _, line in shell_lines() for c in re.findall(r"(?:^|/|&& )caketin ([a-z][a-z-]*)", line)}
     assert named, "the pages name no command at all"
     assert named <= commands

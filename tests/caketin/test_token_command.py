@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from api.settings import flag_of, setting_fields
 from api.tokens import TOKEN_FORM, read_access_file, token_digest
 from caketin.access_token import access_token
-from caketin.cli import app as command_line
+from caketin.cli import command_line
 from metadata.errors import InvalidInput
 from tests.api.access_scene import TOKENS, guarded, secret, write
 from tests.api.conftest import Stack
@@ -44,7 +44,7 @@ class Done:
 def token(*arguments: str, folder: Path) -> Done:
     """Run `caketin token` in this process: starting one takes longer than all the rest."""
     given = [str(folder / a) if a.endswith("t.toml") else a for a in arguments]
-    found = CliRunner().invoke(command_line, ["token", *given], env={"COLUMNS": "200"})
+    found = CliRunner().invoke(command_line(["token"]), ["token", *given], env={"COLUMNS": "200"})
     assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
     return Done(found.exit_code, found.stdout, found.stderr)
 
