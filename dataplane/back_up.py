@@ -8,19 +8,21 @@ store confirms is committed, shard by shard.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.control_plane import ControlPlane, ControlPlaneAway, ControlRefused
+from dataplane.commit_queue import CommitQueue, UnclaimedPages, passing
+from dataplane.control_plane import ControlPlane, ControlPlaneAway
 from dataplane.messages import control
 from dataplane.object_store import ObjectStore, StoreCode
 from dataplane.page_statements import PoolFacts, Statement, statements
 from dataplane.stage_batch import PoolPages, StageBatch
 from dataplane.stage_put import put_confirmed
 from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
+from dataplane.transfer_limits import TransferLimits
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
 from metadata.page_runs import page_runs
@@ -62,6 +64,8 @@ class BackUp:
         page_hashes: PageHashes,
         slots: Slots,
         progress: Progress | None = None,
+        limits: TransferLimits | None = None,
+        unclaimed: CommitQueue | None = None,
     ) -> None:
         """Take what is to be stored; see `PageMover.back_up`.
 
@@ -74,6 +78,8 @@ class BackUp:
         self._hashes = page_hashes
         self._slots = pools.checked_slots(page_hashes, slots)
         self._progress = progress
+        self._limits = limits or TransferLimits()
+        self._unclaimed = unclaimed
         pages = len(page_hashes)
         # Which shards of which pages are confirmed, which claims the index took and which it refused.
         self._held = {n: np.zeros((pages, len(pools.bound[n].shards)), np.bool_) for n in self._slots}
@@ -93,9 +99,22 @@ class BackUp:
             finally:
                 # Also when the store failed half-way: what it has confirmed by then must not be lost.
                 self._commit(chunk.stop)
-            if error is not None or not _passing(self._commit_error):
+            if error is not None or not passing(self._commit_error):
                 break
+        if self._unclaimed is not None:
+            self._keep_unclaimed(self._unclaimed)
         return self._result(error or self._commit_error)
+
+    def _keep_unclaimed(self, queue: CommitQueue) -> None:
+        """Queue what the control plane was not there to take, or, where it was there, send what waits."""
+        if self._commit_error is None:
+            if self._committed_to:
+                queue.flush(self._control)
+        elif passing(self._commit_error):
+            stored = [np.flatnonzero(held.any(axis=1)) for held in self._held.values()]
+            here = slice(self._committed_to, max((int(at[-1]) + 1 for at in stored if at.size), default=0))
+            for _, claims in self._claims(here):
+                queue.add(UnclaimedPages(self._pools.namespace_id, self._hashes[here], claims))
 
     def _result(self, error: CaketinError | None) -> BackedUp:
         stored: dict[str, BoolArray] = {n: np.all(held, axis=1) for n, held in self._held.items()}
@@ -161,6 +180,7 @@ class BackUp:
 
     def _put(self, batch: StageBatch, first_page: int) -> None:
         """Put a batch and note which shards are confirmed (O3)."""
+        self._limits.check()
         put_confirmed(self._store, batch, lambda codes: self._note_held(batch, first_page, codes))
         if self._progress is not None:
             for member in batch.members:
@@ -177,16 +197,8 @@ class BackUp:
         A control plane that is away for a moment gets these claims together with the next chunk's.
         """
         here = slice(self._committed_to, stop)
-        facts = {
-            n: PoolFacts(self._pools.bound[n].shards, held[here], np.zeros(stop - here.start, np.int8))
-            for n, held in self._held.items()
-        }
         try:
-            for call in statements(facts):
-                claims = {
-                    n: control.StoredPool(pages=_page_set(said.pages), shards=said.shards)
-                    for n, said in call.items()
-                }
+            for call, claims in self._claims(here):
                 result = self._control.commit(self._pools.namespace_id, self._hashes[here], claims)
                 self._note(here, call, result)
         except CaketinError as error:
@@ -194,6 +206,21 @@ class BackUp:
             self._commit_error = error
         else:
             self._committed_to, self._commit_error = stop, None
+
+    def _claims(self, here: slice) -> Iterator[tuple[dict[str, Statement], dict[str, control.StoredPool]]]:
+        """Yield the calls that claim all that is confirmed of some pages."""
+        facts = {
+            n: PoolFacts(self._pools.bound[n].shards, held[here], np.zeros(len(held[here]), np.int8))
+            for n, held in self._held.items()
+        }
+        for call in statements(facts):
+            yield (
+                call,
+                {
+                    n: control.StoredPool(pages=_page_set(said.pages), shards=said.shards)
+                    for n, said in call.items()
+                },
+            )
 
     def _note(self, here: slice, call: dict[str, Statement], result: control.CommitResult) -> None:
         refused = {n: np.zeros_like(said.pages) for n, said in call.items()}
@@ -208,17 +235,6 @@ class BackUp:
             self._rejected[page, one.pool] = control.Rejection(page=page, pool=one.pool, code=one.code)
         for name, said in call.items():
             self._claimed[name][here][said.pages] = ~refused[name][said.pages]
-
-
-def _passing(error: CaketinError | None) -> bool:
-    """Return whether going on makes sense: a later commit may take the claims."""
-    match error:
-        case None | ControlPlaneAway():
-            return True
-        case ControlRefused():
-            return error.passing
-        case _:
-            return False
 
 
 def _page_set(mask: BoolArray) -> control.PageSet:

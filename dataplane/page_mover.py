@@ -9,20 +9,35 @@ from collections.abc import Mapping, Sequence
 
 from dataplane.back_up import BackedUp, BackUp
 from dataplane.bound_pool import BoundPool
+from dataplane.commit_queue import CommitQueue
 from dataplane.control_plane import ControlPlane
 from dataplane.messages import control
 from dataplane.object_store import ObjectStore
 from dataplane.prefetch import Prefetch, Prefetched
 from dataplane.transfer import CHUNK_PAGES, NO_SLOT, Progress, RankPools, Slots
+from dataplane.transfer_limits import CancelFlag, TransferCancelled, TransferLimits, TransferTimedOut
 from metadata.codec import PageHashes
 
-__all__ = ["CHUNK_PAGES", "NO_SLOT", "BackedUp", "PageMover", "Prefetched", "Progress", "Slots"]
+__all__ = [
+    "CHUNK_PAGES",
+    "NO_SLOT",
+    "BackedUp",
+    "PageMover",
+    "Prefetched",
+    "Progress",
+    "Slots",
+    "TransferCancelled",
+    "TransferTimedOut",
+]
 
 
 class PageMover:
-    """Moves pages. Keeps nothing between calls, so several threads may use it, on slots of their own.
+    """Moves pages. Several threads may use it, on slots of their own.
 
     A call blocks until the store no longer uses the memory (M1); the caller keeps the slots until it returns.
+
+    Attributes:
+        unclaimed: what was stored while the control plane was away; the next back up that finds it claims it.
     """
 
     def __init__(
@@ -36,9 +51,16 @@ class PageMover:
         self._store = store
         self._control = control_plane
         self._pools = RankPools(namespace_id, pools)
+        self.unclaimed = CommitQueue()
 
     def back_up(
-        self, page_hashes: Sequence[bytes], slots: Slots, progress: Progress | None = None
+        self,
+        page_hashes: Sequence[bytes],
+        slots: Slots,
+        progress: Progress | None = None,
+        *,
+        cancel: CancelFlag | None = None,
+        deadline_seconds: float | None = None,
     ) -> BackedUp:
         """Store pages, confirm them, and tell the index.
 
@@ -48,13 +70,25 @@ class PageMover:
             page_hashes: pages of the call, in order.
             slots: where their bytes are; a pool or page without a slot is left alone.
             progress: called after every chunk and pool.
+            cancel: ends the transfer once it is set, as `TransferCancelled`; the index is told of what is
+                confirmed by then.
+            deadline_seconds: ends it when so long has passed, as `TransferTimedOut`. Both are looked at
+                between calls of the store: one that runs is waited for (M1).
 
         Raises:
-            InvalidInput: slots that do not fit the call; nothing was moved.
+            InvalidInput: slots or deadline do not fit the call; nothing was moved.
         """
+        limits = TransferLimits(cancel, deadline_seconds)
         hashes = PageHashes.of(page_hashes)
         return BackUp(
-            self._store, self._control, self._pools, page_hashes=hashes, slots=slots, progress=progress
+            self._store,
+            self._control,
+            self._pools,
+            page_hashes=hashes,
+            slots=slots,
+            progress=progress,
+            limits=limits,
+            unclaimed=self.unclaimed,
         ).run()
 
     def prefetch(
@@ -65,6 +99,8 @@ class PageMover:
         progress: Progress | None = None,
         *,
         windows: Mapping[str, int] | None = None,
+        cancel: CancelFlag | None = None,
+        deadline_seconds: float | None = None,
     ) -> Prefetched:
         """Read the longest prefix that the lookup promised and the store still has.
 
@@ -78,10 +114,15 @@ class PageMover:
                 its windows have slots too. Slots whose pages are not in the answer hold anything afterwards.
             progress: called after every chunk and pool.
             windows: pages of a pool's window where the lookup asked for another than the registered one.
+            cancel: ends the transfer once it is set, as `TransferCancelled`; what was read by then is
+                restored as far as it allows.
+            deadline_seconds: ends it when so long has passed, as `TransferTimedOut`. The last fifth of it is
+                kept for the windows at the length that was reached (O5).
 
         Raises:
-            InvalidInput: slots, windows or promise do not fit the call; nothing was moved.
+            InvalidInput: slots, windows, promise or deadline do not fit the call; nothing was moved.
         """
+        limits = TransferLimits(cancel, deadline_seconds)
         hashes = PageHashes.of(page_hashes)
         return Prefetch(
             self._store,
@@ -92,4 +133,5 @@ class PageMover:
             slots=slots,
             progress=progress,
             windows=windows,
+            limits=limits,
         ).run()

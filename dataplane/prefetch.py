@@ -1,19 +1,19 @@
 """Prefetch: pages from the store to host memory; what was *read* decides what is restored (O5, T1-T3).
 
-In the order of the stages: pools that need every page, chunk by chunk until one is lost; then the windows at
-the length that is left, and where a window cannot be read, those of the next shorter length; at last pools
-that gate nothing. The answer is the longest promised length that the pages in their slots allow, by the very
-function that made the promise (H5). What could not be read is reported at the end, each page once, fenced by
-the generation that the lookup gave.
+In the order of the stages: pools that need every page, chunk by chunk until one is lost or time is up; then
+the windows at the length that is left, and where a window cannot be read, those of the next shorter length;
+at last pools that gate nothing. The answer is the longest promised length that the pages in their slots
+allow, by the very function that made the promise (H5). What could not be read is reported at the end, each
+page once, fenced by the generation that the lookup gave.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from dataplane.messages import control
 from dataplane.object_store import ObjectStore, StoreCode, StoreUnavailable, describe_failures
 from dataplane.stage_batch import PoolPages, StageBatch
 from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
+from dataplane.transfer_limits import WINDOW_SHARE, Clock, TransferLimits, TransferTimedOut
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError, FieldError, InvalidInput
 from metadata.hit_policy import restorable
@@ -30,8 +31,6 @@ from metadata.page_runs import runs_to_mask
 from metadata.pools import AllPages, BlockGroups, HitPolicy, TrailingPages
 
 log = logging.getLogger(__name__)
-
-Clock: TypeAlias = Callable[[], float]
 
 FALL_BACK_SECONDS: Final = 2.0
 """How long windows of shorter lengths are tried. A dead storage node blocks each read for a minute; without a
@@ -49,6 +48,8 @@ class Prefetched:
         lost: pool name -> promised pages that the store no longer has as promised, bool (pages of the call,).
         error: what cut the reading short; None when nothing did.
         transfers_done: the promised length was restored (O4).
+        leased_pages: the longest promised length that the store had and leased before the first read. This is
+            what may be told to an engine in advance: index and store (T3).
     """
 
     pages: int
@@ -57,6 +58,7 @@ class Prefetched:
     lost: dict[str, BoolArray]
     error: CaketinError | None
     transfers_done: bool
+    leased_pages: int = 0
 
 
 class Prefetch:
@@ -73,6 +75,7 @@ class Prefetch:
         slots: Slots,
         progress: Progress | None = None,
         windows: Mapping[str, int] | None = None,
+        limits: TransferLimits | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """Take what is to be read; see `PageMover.prefetch`.
@@ -87,6 +90,8 @@ class Prefetch:
         self._slots = pools.checked_slots(page_hashes, slots)
         self._progress = progress
         self._clock = clock
+        self._limits = limits or TransferLimits()
+        self._share = 1.0
         self._promise = promise
         self._asked = promise.hit_pages
         self._promised = _promised_lengths(promise, len(page_hashes))
@@ -97,8 +102,10 @@ class Prefetch:
         self._readable = {n: (at != NO_SLOT)[: self._asked] for n, at in self._slots.items()}
         self._read = {n: np.zeros(self._asked, np.bool_) for n in self._slots}
         self._lost = LostPages(pools, page_hashes)
+        self._timed_out: TransferTimedOut | None = None
         self._leased: tuple[str, PageArray, list[str]] | None = None
         self._leased_at = 0.0
+        self._leased_pages = 0
 
     def run(self) -> Prefetched:
         """Read, report what is lost, and say what is restored."""
@@ -108,6 +115,8 @@ class Prefetch:
         except CaketinError as cut:
             log.warning("a prefetch was cut short: %s", cut)
             error = cut
+        else:
+            error = self._timed_out
         finally:
             self._lost.report(self._control, self._promise.generation or None)
             self._lost.remove_damaged(self._store)
@@ -123,18 +132,41 @@ class Prefetch:
             lost=self._lost.pages(),
             error=error,
             transfers_done=error is None and 0 < pages == self._asked,
+            leased_pages=self._leased_pages,
         )
 
     def _read_all(self) -> None:
         if not self._asked:
             return
         self._take_leases()
-        limit = self._longest(self._readable, self._asked)
-        for stage in self._pools.stages:
-            whole = [n for n in stage if isinstance(self._policies.get(n), AllPages)]
-            limit = self._read_pages(dict.fromkeys(whole, range(limit)), limit)
+        limit = self._leased_pages = self._longest(self._readable, self._asked)
+        limit = self._read_whole(limit)
         limit = self._read_windows(limit)
-        self._read_ungated(limit)
+        if self._timed_out is None:
+            self._read_ungated(limit)
+
+    def _read_whole(self, limit: int) -> int:
+        """Read pools that need every page: a chunk through all stages, then the next.
+
+        So a transfer that runs out of time has read a prefix of all of them.
+        """
+        windows = [n for n, p in self._gates.items() if isinstance(p, TrailingPages)]
+        self._share = 1 - WINDOW_SHARE if windows else 1.0
+        try:
+            for chunk in chunks(limit):
+                for stage in self._pools.stages:
+                    whole = [n for n in stage if isinstance(self._policies.get(n), AllPages)]
+                    pages = range(chunk.start, min(chunk.stop, limit))
+                    limit = self._read_pages(dict.fromkeys(whole, pages), limit)
+                # A renewed lease may have shown that a page further on is gone.
+                limit = self._longest(self._readable, limit)
+        except TransferTimedOut as timed_out:
+            log.warning("a prefetch was cut short: %s", timed_out)
+            self._timed_out = timed_out
+            limit = self._longest(self._read | {n: self._readable[n] for n in windows}, limit)
+        finally:
+            self._share = 1.0
+        return limit
 
     def _read_windows(self, limit: int) -> int:
         """Read the windows at `limit`, or at the longest shorter length whose windows can be read (O5)."""
@@ -189,6 +221,7 @@ class Prefetch:
 
     def _read_batch(self, batch: StageBatch) -> bool:
         """Read a batch into its slots; return whether all of it was read."""
+        self._limits.check(self._share)
         codes = self._store.get(batch.keys, batch.buffers)
         again = np.flatnonzero(codes == StoreCode.LEASE_LOST)
         if again.size:
@@ -242,6 +275,7 @@ class Prefetch:
     def _renew(self) -> None:
         if self._leased is None:
             return
+        self._limits.check(self._share)
         name, pages, keys = self._leased
         self._leased_at = self._clock()
         there = self._store.exists(keys)
