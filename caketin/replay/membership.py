@@ -42,6 +42,8 @@ class NotingClient(ControlClient):
         pages: set[int] = set()
         with self._lock:
             for pool in missing.values():
+                if pool.reason == "evicted":  # nobody read it, so no request has lost it
+                    continue
                 for page in runs_to_mask(pool.pages, len(page_hashes)).nonzero()[0].tolist():
                     self._reasons[page_hashes[page]] = pool.reason
                     pages.add(page)
