@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from api.app import create_app
+from api.purges import ObjectPurger
 from api.settings import Settings, StoreSettings
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane.child_process import free_port
@@ -28,10 +29,12 @@ class Stack:
 
 
 @contextmanager
-def serving(settings: Settings) -> Iterator[str]:
+def serving(settings: Settings, purger: ObjectPurger | None = None) -> Iterator[str]:
     """Serve a control plane; gives its URL. The same port may be served again afterwards."""
     uv = uvicorn.Server(
-        uvicorn.Config(create_app(settings), host="127.0.0.1", port=settings.port, log_level="warning")
+        uvicorn.Config(
+            create_app(settings, purger), host="127.0.0.1", port=settings.port, log_level="warning"
+        )
     )
     thread = threading.Thread(target=uv.run, daemon=True)
     thread.start()

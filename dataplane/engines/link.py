@@ -116,9 +116,10 @@ class EngineLink:
         self._wake.set()
 
     def rejoin(self) -> None:
-        """Register again soon."""
+        """Register again soon, unless that is being tried already: every lookup may ask for it."""
         with self._lock:
-            self._join_at = 0.0
+            if self._join_at == _NEVER:
+                self._join_at = 0.0
         self._wake.set()
 
     @staticmethod

@@ -53,6 +53,12 @@ T = TypeVar("T")
 _CLEAR_SECONDS: Final = 5.0
 
 
+class PurgeFailed(CaketinError):
+    """The control plane could not remove all objects of the namespace; its claims are gone."""
+
+    code = "purge_failed"
+
+
 class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
     """caketin as the L3 tier of one SGLang rank."""
 
@@ -234,11 +240,14 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         self._writes.forget()
         link.rejoin()
         deadline = time.monotonic() + _CLEAR_SECONDS
-        while time.monotonic() < deadline:
-            if link.call(lambda client: client.job(job_id)).state in {"done", "failed"}:
+        while (job := link.call(lambda client: client.job(job_id))).state not in {"done", "failed"}:
+            if time.monotonic() > deadline:
+                log.warning("the purge of namespace %s goes on (job %s)", joined.namespace_id, job_id)
                 break
             time.sleep(0.02)
         link.rejoin()
+        if job.state == "failed":
+            raise PurgeFailed(f"namespace {joined.namespace_id} is not purged: {job.error}")
 
     def get_stats(self) -> StorageMetrics | None:
         """Return what moved since the last call, where SGLang collects it."""

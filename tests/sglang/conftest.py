@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 if HERE:
     from api.settings import Settings, StoreSettings
+    from caketin.commands.store_purger import StorePurger
     from caketin.embedded_redis import EmbeddedRedis
     from dataplane.child_process import free_port
     from dataplane.mooncake_node import MooncakeCluster
@@ -71,8 +72,20 @@ if HERE:
         settings = Settings(
             redis_url=redis_server.url, port=free_port(), store=StoreSettings(kind="file", path=str(folder))
         )
-        with serving(settings) as url:
+        with serving(settings, StorePurger(settings.store)) as url:
             yield ControlPlane(url, "file", redis_server.url, folder)
+
+    @pytest.fixture
+    def own_plane(tmp_path: Path) -> Iterator[ControlPlane]:
+        """A control plane over files, with a Redis that nobody else uses."""
+        server = EmbeddedRedis.start(tmp_path / "redis", appendonly=False)
+        store = StoreSettings(kind="file", path=str(tmp_path / "pages"))
+        settings = Settings(redis_url=server.url, port=free_port(), store=store)
+        try:
+            with serving(settings, StorePurger(store)) as url:
+                yield ControlPlane(url, "file", server.url, tmp_path / "pages")
+        finally:
+            server.stop()
 
     @pytest.fixture(scope="session")
     def cluster() -> Iterator[MooncakeCluster]:
@@ -91,7 +104,7 @@ if HERE:
             port=free_port(),
             store=StoreSettings(kind="mooncake", master=cluster.master),
         )
-        with serving(settings) as url:
+        with serving(settings, StorePurger(settings.store)) as url:
             yield ControlPlane(
                 url, "mooncake", redis_server.url, tmp_path_factory.mktemp("none"), cluster.master
             )

@@ -32,7 +32,8 @@ def test_bytes_come_back_on_both_stores_smoke(plane, model):
     assert round_trip(plane, model=model) == (False, True)
 
 
-@pytest.mark.parametrize("model", CONFIGS)
+# SGLang's copy kernel for Mamba states runs on a GPU only; its other layout is above.
+@pytest.mark.parametrize("model", sorted(set(CONFIGS) - {"mamba"}))
 def test_bytes_come_back_in_page_first_layout(file_plane, model):
     assert round_trip(file_plane, model=model, io="kernel/page_first") == (False, True)
 
