@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from caketin.replay.pool_sets import rank_pools
 from caketin.replay.trace import Load, generate
 from caketin.stack import Stack, StackSettings
 from dataplane.page_file import encode_header, read_table
@@ -81,6 +82,9 @@ def test_two_ranks_are_two_processes_and_share_one_answer(own_stack: Stack, pool
     shards = 1 if pools == "deepseek-v4" else 2
     assert {k.shard for k in keys} == set(range(shards))
     assert len(keys) == distinct * OBJECTS[pools] * shards
+    # Where all ranks hold the same bytes, one of them writes.
+    page = sum(p.spec.bytes_per_page for p in rank_pools(pools, 512, tp=2)) * shards
+    assert report.bytes_written == (asked - hits) * page
 
 
 def test_a_page_is_a_hit_only_where_every_rank_restored_it(own_stack: Stack):
@@ -96,6 +100,23 @@ def test_a_page_is_a_hit_only_where_every_rank_restored_it(own_stack: Stack):
     assert (report.lost, report.wrong_pages, report.verified_pages) == ({"gone": 8}, 0, 12)
     again = run(own_stack, load, pools="mha-swa", tp=2)
     assert (again.hit_pages, again.lost_pages) == (20, 0)
+
+
+def test_ranks_that_restored_different_lengths_read_again_until_they_agree(own_stack: Stack):
+    load = Load("one prompt", [list(range(20))])
+    run(own_stack, load, pools="mha-swa", tp=2)
+    names = {p.spec.pool_id: p.spec.name for p in rank_pools("mha-swa", 512, tp=2)}
+    pages = page_order(load)
+    with closing(open_behind(own_stack)) as store:
+        # Rank 1 lacks KV from page 12 on. Rank 0 could do with all 20 pages, but has no window that ends at
+        # 11 to 14: the longest length at which both have everything is 10.
+        lost = {("kv", 1, 12), ("swa", 0, 10)}
+        named = {k: parse(k) for k in all_keys(store)}
+        gone = [k for k, p in named.items() if (names[p.pool_id], p.shard, pages[p.page_hash]) in lost]
+        assert store.remove(gone) == 4
+    report = run(own_stack, load, pools="mha-swa", tp=2)
+    assert (report.promised_pages, report.hit_pages, report.lost_pages) == (20, 10, 10)
+    assert (report.wrong_pages, report.verified_pages) == (0, 10)
 
 
 def test_several_requests_in_flight_restore_no_wrong_byte(own_stack: Stack):
@@ -185,7 +206,6 @@ def test_objects_lost_at_random_cost_exactly_what_the_oracle_says(own_stack: Sta
     oracle = UnboundedCache.of("mha-swa")
     oracle.serve(LOAD.requests)
     run(own_stack, LOAD, pools="mha-swa")
-    from caketin.replay.pool_sets import rank_pools
     from tests.replay.oracle import prefix_ids
 
     names = {p.spec.pool_id: p.spec.name for p in rank_pools("mha-swa", 512)}

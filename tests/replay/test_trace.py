@@ -60,6 +60,7 @@ def test_the_whole_trace_gives_the_exact_answer_and_lost_objects_change_it_as_th
     load: Load, stack: Stack
 ):
     report = run(stack, load)
+    print(f"{stack.store}: the whole trace in {report.seconds:.0f} s")  # seen with -rP
     assert (report.asked_pages, report.promised_pages, report.hit_pages) == (ASKED, HIT, HIT)
     assert (report.verified_pages, report.wrong_pages, report.lost_pages) == (HIT, 0, 0)
     assert report.backed_up_pages == ASKED - HIT
