@@ -50,7 +50,10 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "Installing caketin into $(VENV) (a minute or two the first time) ..."; \
 	pip -c constraints.txt -e '.[server,dev,cpu]' || { \
 	  alone=$$(pip --dry-run --no-deps "$$(grep ^mooncake constraints.txt)" 2>&1 || true); \
-	  [[ $$alone == *"No matching distribution"* ]] || { echo "Set-up failed; pip says above why." >&2; exit 1; }; \
+	  pip --dry-run --no-deps "$$(grep ^msgspec constraints.txt)" >/dev/null 2>&1 && \
+	    [[ $$alone == *"No matching distribution"* ]] || { \
+	    echo "Set-up failed; pip says above why (a package index that cannot be reached looks like this)." >&2; \
+	    exit 1; }; \
 	  echo "Mooncake has no wheel for this machine: going on without it, with the file store." >&2; \
 	  pip -c constraints.txt -e '.[server,dev]'; }
 	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || { \

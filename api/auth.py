@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from typing import Final, Literal
 
 from api.errors import Refused
@@ -202,6 +203,34 @@ class Access:
             log.warning("expired token", token_id=token.token_id, tenant=token.tenant)
             return None
         return Caller.of(token)
+
+
+def require_loopback_name(host: str) -> None:
+    """Refuse a call that reached a server without tokens under another name than this machine's own.
+
+    A web page may give its own name the address 127.0.0.1 and have a visitor's browser call here. The browser
+    then says the page's name.
+
+    Args:
+        host: the `Host` header, empty where there is none.
+
+    Raises:
+        Forbidden: the name is not one of loopback.
+    """
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    if name.strip("[]").lower() in {"", "localhost", "::1"} or _is_loopback(name.strip("[]")):
+        return
+    raise Forbidden(
+        f"this server has no tokens and answers to names of its own machine only, not to {name[:64]!r}: call "
+        "127.0.0.1 or localhost, or give it a token file"
+    )
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _check_tenant(rule: Rule, caller: Caller) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, cast
 from fastapi import Depends, Request
 from structlog.contextvars import bind_contextvars
 
-from api.auth import Access, Caller
+from api.auth import Access, Caller, require_loopback_name
 from api.limits import RateLimiter
 from api.metrics import Metrics
 from api.purges import ObjectPurger, PurgeRunner
@@ -105,6 +105,8 @@ async def get_caller(request: Request) -> Caller:
     route = getattr(request.scope.get("route"), "path", "")
     # Reached for and not depended on: FastAPI solves every dependency of a dependency anew, 40 us each.
     context = cast(Context, request.app.state.context)
+    if context.access.tokens is None:
+        require_loopback_name(request.headers.get("host", ""))
     caller = context.access.authorize(request.method, route, request.headers.getlist("authorization"))
     if caller.token_id:
         bind_contextvars(token_id=caller.token_id, tenant=caller.tenant)

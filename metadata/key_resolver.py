@@ -7,6 +7,7 @@ from typing import Final, TypeAlias
 
 from metadata import object_keys
 from metadata.errors import AmbiguousVariant, FieldError, InvalidInput, UnknownPool
+from metadata.pools import PoolSpec
 from metadata.registered import NamespaceView, Variant
 from metadata.sglang_keys import SglangLayout
 
@@ -37,15 +38,18 @@ def resolve(
     """
     if pools is None:
         pools = {v.spec.name: (None, None) for v in view.variants.values() if not v.spec.logical}
-    chosen: dict[str, tuple[str, list[str]]] = {}
+    chosen: dict[str, tuple[PoolSpec, Sequence[int]]] = {}
     for name, (pool_id, shards) in pools.items():
         spec = choose_variant(view, name, pool_id).spec
-        suffixes = object_keys.suffixes(spec, range(spec.shard_count) if shards is None else shards)
-        chosen[name] = (spec.pool_id, suffixes)
-    _check_size(len(page_hashes), [suffixes for _, suffixes in chosen.values()])
+        chosen[name] = (spec, range(spec.shard_count) if shards is None else shards)
+    # Before a single suffix is built: those of one pool alone may be 262,144.
+    _check_size(len(page_hashes) * sum(len(spec.parts) * len(shards) for spec, shards in chosen.values()))
     return {
-        name: (pool_id, object_keys.object_keys(view.namespace_id, page_hashes, suffixes))
-        for name, (pool_id, suffixes) in chosen.items()
+        name: (
+            spec.pool_id,
+            object_keys.object_keys(view.namespace_id, page_hashes, object_keys.suffixes(spec, shards)),
+        )
+        for name, (spec, shards) in chosen.items()
     }
 
 
@@ -55,12 +59,12 @@ def resolve_sglang(layout: SglangLayout, page_hashes: Sequence[bytes]) -> dict[s
     Raises:
         InvalidInput: more than `MAX_KEYS` keys.
     """
-    _check_size(len(page_hashes), [layout.suffixes(p.name) for p in layout.pools])
+    _check_size(len(page_hashes) * sum(len(layout.suffixes(p.name)) for p in layout.pools))
     return {p.name: (None, layout.object_keys(p.name, page_hashes)) for p in layout.pools}
 
 
-def _check_size(pages: int, suffixes: Sequence[Sequence[str]]) -> None:
-    if pages * sum(map(len, suffixes)) > MAX_KEYS:
+def _check_size(keys: int) -> None:
+    if keys > MAX_KEYS:
         detail = f"the answer would have more than {MAX_KEYS} keys: name fewer pages, pools or shards"
         raise InvalidInput("too many keys", [FieldError("page_hashes", "too_many_keys", detail)])
 

@@ -96,7 +96,8 @@ def suffixes(spec: PoolSpec, shards: Sequence[int]) -> list[str]:
     errors = shard_errors("shards", shards, spec.shard_count)
     if errors:
         raise InvalidInput(f"pool {spec.name!r} has no such shards", errors)
-    return [f"/{spec.pool_id}.{shard}/{p.part}" for shard in shards for p in spec.parts]
+    pool_id, parts = spec.pool_id, [p.part for p in spec.parts]
+    return [f"/{pool_id}.{shard}/{part}" for shard in shards for part in parts]
 
 
 def object_keys(namespace_id: str, page_hashes: Sequence[bytes], suffixes: Sequence[str]) -> list[list[str]]:

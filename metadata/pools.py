@@ -179,11 +179,7 @@ def validate_pool_set(pools: list[RankPool]) -> None:
         by_name[pool.spec.name] = pool.spec
     for i, pool in enumerate(pools):
         errors.extend(e.under(f"pools[{i}]") for e in _source_errors(pool.spec, by_name))
-    anchor = by_name.get(ANCHOR)
-    if anchor is not None and anchor.logical and not derived_from(ANCHOR, by_name):
-        errors.append(
-            FieldError("pools", "anchor_without_bytes", "'kv' is logical and no pool has indices_from 'kv'")
-        )
+    errors.extend(_anchor_errors(pools, by_name))
     if errors:
         raise InvalidInput("the pools do not fit together", errors)
 
@@ -202,11 +198,17 @@ def derived_from(source: str, specs: dict[str, PoolSpec]) -> list[str]:
 
 
 def anchor_pools(specs: dict[str, PoolSpec]) -> list[str]:
-    """Return the pools whose bytes *are* the anchor: `kv`, or what derives from a logical one (P1)."""
+    """Return the pools whose bytes *are* the anchor: `kv`, or what makes up a logical one (P1).
+
+    A logical anchor is made up of the pools that derive from it and hold every page; a derived window, or a
+    pool that gates nothing, says nothing of whether a page's anchor is there.
+    """
     anchor = specs.get(ANCHOR)
     if anchor is None:
         return []
-    return derived_from(ANCHOR, specs) if anchor.logical else [ANCHOR]
+    if not anchor.logical:
+        return [ANCHOR]
+    return [n for n in derived_from(ANCHOR, specs) if isinstance(specs[n].hit_policy, AllPages)]
 
 
 def write_stages(specs: dict[str, PoolSpec]) -> list[list[str]]:
@@ -319,6 +321,21 @@ def _policy_errors(policy: object) -> list[FieldError]:
             return errors + range_error("hit_policy.group", group, 1, MAX_WINDOW_PAGES)
         case _:
             return [FieldError("hit_policy", "unknown", f"is {policy!r}, which is no hit policy")]
+
+
+def _anchor_errors(pools: list[RankPool], by_name: dict[str, PoolSpec]) -> list[FieldError]:
+    """Refuse an anchor that gates nothing: an empty store would answer a full hit."""
+    anchor = by_name.get(ANCHOR)
+    if anchor is None:
+        return []
+    at = next(i for i, pool in enumerate(pools) if pool.spec.name == ANCHOR)
+    if not isinstance(anchor.hit_policy, AllPages):
+        detail = f"is {anchor.hit_policy.kind}; every prefix stands on all pages of 'kv': use all_pages"
+        return [FieldError(f"pools[{at}].hit_policy.kind", "anchor", detail)]
+    if anchor.logical and not anchor_pools(by_name):
+        detail = "'kv' is logical and no pool with indices_from 'kv' has the hit policy all_pages"
+        return [FieldError("pools", "anchor_without_bytes", detail)]
+    return []
 
 
 def _source_errors(spec: PoolSpec, by_name: dict[str, PoolSpec]) -> list[FieldError]:

@@ -10,7 +10,15 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from metadata.errors import FieldError, InvalidInput, RedisUnavailable, UnknownEngine, UnknownRank
+from metadata.codec import MAX_PAGES
+from metadata.errors import (
+    FieldError,
+    InvalidInput,
+    RedisUnavailable,
+    TooManyPages,
+    UnknownEngine,
+    UnknownRank,
+)
 from metadata.hit_counters import CountedLookup, HitCounters, Source
 from metadata.hit_policy import Stop
 from metadata.key_resolver import only_variant
@@ -129,7 +137,7 @@ class _Plan:
     gates: dict[str, tuple[int, HitPolicy]]
 
 
-_PlanKey: TypeAlias = tuple[str, str | None, frozenset[tuple[str, PoolQuery]] | None]
+_PlanKey: TypeAlias = tuple[str, str | None, str | None, frozenset[tuple[str, PoolQuery]] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +207,7 @@ class PrefixLookup:
         """Return which pools gate. The registry gives the same objects for a second, and so do the plans."""
         records = await self._records(tenant, query.engine_id, query.rank) if query.engine_id else None
         asked = None if query.pools is None else frozenset(query.pools.items())
-        key = (view.namespace_id, query.engine_id, asked)
+        key = (view.namespace_id, query.engine_id, query.rank, asked)
         plan = self._plans.get(key)
         if plan is None or plan.view is not view or plan.records is not records:
             variants = await self._variants(tenant, view, records, query)
@@ -223,7 +231,7 @@ class PrefixLookup:
         self, tenant: str, view: NamespaceView, records: Sequence[RankRecord] | None, query: LookupQuery
     ) -> dict[str, Variant]:
         """Return the variant of every pool that may gate, by name."""
-        own = {} if records is None else await self._engine_specs(tenant, view, records)
+        own = {} if records is None else await self._engine_specs(tenant, view, records, query.rank)
         asked = dict(query.pools or {})
         names = set(own) or {v.spec.name for v in view.variants.values()}
         chosen: dict[str, Variant] = {}
@@ -236,17 +244,22 @@ class PrefixLookup:
         return chosen
 
     async def _engine_specs(
-        self, tenant: str, view: NamespaceView, records: Sequence[RankRecord]
+        self, tenant: str, view: NamespaceView, records: Sequence[RankRecord], rank: str | None
     ) -> dict[str, list[Variant]]:
-        """Return the engine's variants by name, over all its ranks: one answer serves them all (H4)."""
+        """Return the engine's variants by name, over all its ranks: one answer serves them all (H4).
+
+        Ranks without a lease are what an engine was before it came back with another geometry: they do not
+        count while any rank lives. Where ranks disagree on a pool, the asking one's is meant.
+        """
+        here = [r for r in records if r.namespace_id == view.namespace_id]
+        now = time.time()
+        here = [r for r in here if r.lease_until > now or r.rank == rank] or here
         # Ranks share their specs, so that 512 of them do not mean thousands of pool ids to work out.
-        distinct = {
-            id(pool.spec): pool.spec
-            for record in records
-            if record.namespace_id == view.namespace_id
-            for pool in record.pools
+        distinct = {id(pool.spec): pool.spec for record in here for pool in record.pools}
+        asking = {p.spec.name: p.spec for r in here if r.rank == rank for p in r.pools}
+        specs = {
+            spec.pool_id: spec for spec in (asking.get(found.name, found) for found in distinct.values())
         }
-        specs = {spec.pool_id: spec for spec in distinct.values()}
         if any(pool_id not in view.variants for pool_id in specs):
             view = await self.registry.namespace(tenant, view.namespace_id, fresh=True)
         found: dict[str, list[Variant]] = {}
@@ -317,6 +330,10 @@ def _page_hashes(identity: Namespace, query: LookupQuery) -> Sequence[bytes]:
     if query.first_page and not query.prefix_hashes:
         detail = "is needed with token_ids when first_page is not 0: its last page continues the hash chain"
         raise InvalidInput("the hash chain is broken", [FieldError("prefix_hashes", "missing", detail)])
+    pages = len(query.token_ids) // identity.page_size
+    if pages > MAX_PAGES:
+        detail = f"has {pages} pages of {identity.page_size} tokens, one call takes {MAX_PAGES}"
+        raise TooManyPages("split the call", [FieldError("token_ids", "too_many_pages", detail)])
     seeded = not query.first_page
     return page_hashes(
         query.token_ids,

@@ -7,8 +7,10 @@ The order makes every prefix of it harmless: first the fence is read, then the n
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+import random
 from collections.abc import Sequence
 from typing import Final
 
@@ -62,7 +64,10 @@ class Registry(RegistryReader):
         tenant = r.namespace.tenant
         validate_pool_set(list(r.pools))
         keys = [redis_keys.ranks(tenant, r.engine_id), redis_keys.retired(tenant, r.engine_id)]
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                # Several processes write this rank at the same time; without a pause they meet again.
+                await asyncio.sleep(random.uniform(0, 0.01 * 2**attempt))  # noqa: S311  no secret
             seen = await self._fence(tenant, r)
             bits = await self._allocate(r)
             args = [r.rank, r.incarnation, seen, json.dumps(r.record())]
@@ -221,5 +226,6 @@ def _refuse_changes(old: RankRecord, new: Registration) -> None:
 
 def _stale(engine_id: str, rank: str) -> StaleIncarnation:
     return StaleIncarnation(
-        f"a newer process registered rank {rank!r} of engine {engine_id!r}; this one must not speak for it"
+        f"rank {rank!r} of engine {engine_id!r} was taken over by another process or removed; this "
+        "incarnation must not speak for it: a process that goes on registers with a new one"
     )

@@ -279,3 +279,76 @@ def test_a_pool_that_left_with_its_rank_gates_no_longer(client):
     assert lookup(client, ns)["miss"]["pool"] == "swa"
     assert client.delete(second, params={"incarnation": BODY["incarnation"]}).status_code == 204
     assert lookup(client, ns)["hit_pages"] == 8
+
+
+def test_an_engine_that_came_back_with_another_tp_size_is_answered_by_what_it_is_now(client, ns):
+    """Field report 13: ranks that went silent are not what the engine is."""
+    sharded = {**KV, "shard_count": 2}
+    for shard in (0, 1):
+        body = {**BODY, "pools": [{**sharded, "owned_shards": [shard]}, SWA]}
+        answer = client.put(f"/v1/engines/two/ranks/dp0-pp0-cp0-tp{shard}", json=body)
+        assert answer.status_code == 201, answer.text
+    back = {**BODY, "incarnation": "c" * 32}
+    assert client.put("/v1/engines/two/ranks/dp0-pp0-cp0-tp0", json=back).is_success
+    commit(client, ns, kv={"pages": "all", "shards": [0]}, swa={"pages": "all", "shards": [0]})
+    found = lookup(client, ns, engine_id="two", rank="dp0-pp0-cp0-tp0")
+    assert found["hit_pages"] == 8
+
+
+def test_the_asking_ranks_own_window_gates(client, ns):
+    commit(client, ns, kv={"pages": "all", "shards": [0]}, swa={"pages": [[0, 0], [5, 5]], "shards": [0]})
+    narrow = {**SWA, "hit_policy": {"kind": "trailing_pages", "window_pages": 1}}
+    for tp, swa in enumerate((narrow, SWA)):
+        body = {**BODY, "pools": [KV, swa]}
+        assert client.put(f"/v1/engines/mixed/ranks/dp0-pp0-cp0-tp{tp}", json=body).is_success
+    assert lookup(client, ns, engine_id="mixed", rank="dp0-pp0-cp0-tp0")["restorable"] == [[1, 1], [6, 6]]
+    assert lookup(client, ns, engine_id="mixed", rank="dp0-pp0-cp0-tp1")["restorable"] == [[1, 1]]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"kind": "block_groups", "block": 1, "group": 1}, {"kind": "trailing_pages", "window_pages": 1}],
+)
+def test_an_anchor_that_does_not_gate_is_refused(client, policy):
+    """Else an empty store would answer a full hit."""
+    for pools, field in (
+        ([{**KV, "hit_policy": policy}], "pools[0].hit_policy.kind"),
+        (
+            [
+                {"name": "kv", "logical": True},
+                {"name": "c4", "parts": KV["parts"], "indices_from": "kv", "hit_policy": policy},
+            ],
+            "pools",
+        ),
+    ):
+        answer = client.put(RANK, json={**BODY, "pools": pools})
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, field)
+
+
+def test_more_tokens_than_pages_in_a_call_are_refused(client):
+    body = {**BODY, "namespace": {**BODY["namespace"], "page_size": 1}}
+    small = client.put(RANK, json={**body, "incarnation": "d" * 32}).json()["namespace_id"]
+    answer = client.post(f"/v1/namespaces/{small}/lookup", json={"token_ids": [1] * 65_537})
+    assert (answer.status_code, answer.json()["code"]) == (422, "too_many_pages")
+    assert answer.json()["errors"][0]["field"] == "token_ids"
+
+
+def test_the_largest_registration_and_its_keys_hold_nobody_up(client):
+    parts = [{"part": f"p{i}", "dtype": "uint8", "bytes": 1} for i in range(64)]
+    pool = {"name": "kv", "parts": parts, "shard_count": 4096, "owned_shards": list(range(4096))}
+    start = time.perf_counter()
+    answer = client.put("/v1/engines/huge/ranks/dp0-pp0-cp0-tp0", json={**BODY, "pools": [pool]})
+    assert answer.status_code == 201
+    assert len(answer.json()["pools"]["kv"]["suffixes"]) == 64 * 4096
+    keys = client.post(f"/v1/namespaces/{answer.json()['namespace_id']}/keys", json={"page_hashes": PAGES})
+    assert keys.status_code in {409, 422}
+    assert time.perf_counter() - start < 9
+
+
+def test_a_page_of_another_site_cannot_call_a_server_without_tokens(client):
+    """Its name may be given this machine's address; the browser still says the name."""
+    for name in ("evil.example", "evil.example:7411", "10.0.0.1"):
+        answer = client.get("/v1/engines", headers={"Host": name})
+        assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+    for name in ("localhost:7411", "127.0.0.1", "[::1]:7411", "127.8.9.1:1"):
+        assert client.get("/v1/engines", headers={"Host": name}).status_code == 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -43,10 +45,19 @@ def test_a_problem_names_its_request(method, path, status, client):
     assert answer.headers["x-request-id"] == "r1"
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the log never said so"
+        time.sleep(0.02)
+
+
 def test_every_line_about_a_request_is_json_with_its_id(redis_url, tmp_path: Path):
     with served(redis_url, tmp_path, "--log-requests") as process:
         for i in range(5):
             httpx.get(f"{process.url}/v1/engines/e{i}", headers={"X-Request-ID": f"id-{i}"})
+        # A line is written after its answer was sent.
+        wait_until(lambda: "id-4" in process.log)
         lines = [json.loads(line) for line in process.log.splitlines() if line.startswith("{")]
     about = [line for line in lines if line.get("route") == "/v1/engines/{engine_id}"]
     assert [line["request_id"] for line in about] == [f"id-{i}" for i in range(5)]
@@ -57,8 +68,8 @@ def test_without_log_requests_only_refused_ones_are_told(redis_url, tmp_path: Pa
     with served(redis_url, tmp_path) as process:
         httpx.get(f"{process.url}/v1/engines", headers={"X-Request-ID": "fine"})
         httpx.get(f"{process.url}/v1/engines/e", headers={"X-Request-ID": "refused"})
+        wait_until(lambda: "refused" in process.log)
         log = process.log
-    assert "refused" in log
     assert "fine" not in log
 
 
