@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dataplane.messages.control import Count, PartMessage, Policy
 from dataplane.messages.wire import Message
 
@@ -137,7 +139,7 @@ class HitRates(Message, frozen=True, kw_only=True):
     step: Count
     partial_last: bool
     series: list[HitSeries]
-    gaps: list[HitGap] = []
+    gaps: list[HitGap] = msgspec.field(default_factory=list)
 
 
 class Health(Message, frozen=True, kw_only=True):
