@@ -362,5 +362,5 @@ def open_store(access: MooncakeAccess | FileAccess, overrides: StoreOverrides) -
         StoreUnavailable: it cannot be reached, or its library does not load.
     """
     if isinstance(access, FileAccess):
-        return FileStore(overrides.file(access))
+        return FileStore(overrides.file(access), max_bytes=access.max_bytes)
     return MooncakeStore(overrides.mooncake(access))
