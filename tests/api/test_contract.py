@@ -350,6 +350,7 @@ SETUPS: dict[str, Callable[[Scene], None]] = {
     "commit.unknown_rank": deepseek,
     "missing": seven_gone,
     "missing.unfenced": sick_segment,
+    "missing.evicted": sick_segment,
     "missing.invalid": losing,
     "missing.invalid_fields": deepseek,
     "missing.invalid_generation": deepseek,
