@@ -35,6 +35,7 @@ from caketin.replay.rank import Sidecars
 from caketin.replay.report import Report
 from caketin.replay.trace import TRACE_PAGE_TOKENS, Load, generate, read_trace
 from caketin.stack import Stack, StackSettings, cache_folder
+from metadata.errors import FieldError, InvalidInput
 
 _GENERATED_REQUESTS: Final = 400
 _PREFIX: Final = "replay-"
@@ -88,6 +89,7 @@ def replay_command(
     )
     with clear_errors(), ending_as_interrupt():
         rank_pools(pools, page_bytes, tp)  # refuses what cannot be, before anything is started
+        _check_writable(json)
         load = read_trace(trace, limit) if trace else generate(limit or _GENERATED_REQUESTS, seed=seed)
         if url is not None:
             report = _replay(replace(settings, token=access_token(token_file)), load)
@@ -121,6 +123,20 @@ def _replay(settings: ReplaySettings, load: Load) -> Report:
     with Progress(*columns, console=err, transient=True) as progress:
         task = progress.add_task("replaying", total=load.pages)
         return replay(settings, load, lambda pages: progress.advance(task, pages))
+
+
+def _check_writable(json: str | None) -> None:
+    """Refuse a file that the numbers could not be written to, before they are worked out."""
+    if json is None or json == "-":
+        return
+    try:
+        with Path(json).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        detail = f"{json} cannot be written: {error.strerror}"
+        raise InvalidInput(
+            "no place for the numbers", [FieldError("--json", "unwritable", detail)]
+        ) from error
 
 
 def _say(report: Report, json: str | None, *, embedded: bool) -> None:

@@ -50,7 +50,8 @@ class ReplaySettings:
         sidecars: `tail`: of pools with a trailing window only the last window of each request is backed up,
             as engines do; `all`: every page of every pool.
         concurrency: requests in flight.
-        engine_id: what to register as.
+        engine_id: what to register as; a name of its own for each replay, since two that share one would end
+            each other's registration.
         model: name of the namespace's model.
         call_seconds: deadline of a control call.
         transfer_seconds: deadline of a transfer.
@@ -65,7 +66,7 @@ class ReplaySettings:
     tp: int = 1
     sidecars: Sidecars = "all"
     concurrency: int = 1
-    engine_id: str = "replay-0"
+    engine_id: str = field(default_factory=lambda: f"replay-{secrets.token_hex(4)}")
     model: str = "replay"
     call_seconds: float = 2.0
     transfer_seconds: float = 10.0

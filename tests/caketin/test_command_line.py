@@ -46,6 +46,7 @@ def test_replay_prints_a_table_and_what_to_do_next(tmp_path: Path, trace: Path):
             "--pools is 'gpt', use one of deepseek-v4, mha, mha-swa",
         ),
         (["replay", "--page-bytes", "1"], "--page-bytes"),
+        (["replay", "--json", "/absent/x.json"], "/absent/x.json cannot be written: No such file"),
         (["replay", "--store", "tape"], "'auto', 'file', 'mooncake'"),
         (["replay", "--tp", "0"], "--tp"),
         (["replay", "--sidecars", "some"], "'all', 'tail'"),

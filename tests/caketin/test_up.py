@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,3 +187,27 @@ def test_a_replay_that_was_killed_leaves_a_folder_that_the_next_one_removes(tmp_
     assert folders()
     assert caketin("replay", str(trace), "--store", "file", cache=cache).returncode == 0
     assert not list((cache / "caketin").glob("replay-*"))
+
+
+def test_two_replays_at_once_do_not_end_each_others_registration(tmp_path: Path):
+    with up(tmp_path) as running:
+        _two_replays(running.url, tmp_path)
+
+
+def _two_replays(url: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "caketin", "replay", "--url", url, "--json", "-", "--limit"]
+    long, short = (
+        subprocess.Popen(
+            [*command, limit, "--seed", limit],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(tmp_path / "cache"),
+        )
+        for limit in ("400", "20")
+    )
+    with long, short:
+        for process in (short, long):
+            output, _ = process.communicate(timeout=120)
+            numbers = json.loads(output)
+            assert process.returncode == 0
+            assert numbers["hit_pages"] + numbers["backed_up_pages"] == numbers["asked_pages"]
