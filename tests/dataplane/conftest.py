@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataplane.bounce_store import BounceStore
 from dataplane.file_store import FileStore
 from dataplane.mooncake_node import MooncakeCluster
 from dataplane.mooncake_store import MooncakeStore
@@ -144,13 +145,18 @@ def namespace_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
-@pytest.fixture(params=["file", "mooncake"])
+@pytest.fixture(params=["file", "mooncake", "bounced"])
 def under_test(request: pytest.FixtureRequest, namespace_id: str) -> Iterator[StoreUnderTest]:
     """One store after the other; the conformance suite runs on both."""
     store: ObjectStore
     if request.param == "file":
         store = request.getfixturevalue("file_store")
         description = {"kind": "file", "root": str(store.root)}
+    elif request.param == "bounced":
+        inner = request.getfixturevalue("file_store")
+        # Small lanes, so that batches go in pieces.
+        store = BounceStore(inner, call_seconds=60, lanes=2, lane_bytes=1 << 20)
+        description = {"kind": "file", "root": str(inner.root)}
     else:
         store = request.getfixturevalue("mooncake_store")
         cluster = request.getfixturevalue("mooncake_cluster")
