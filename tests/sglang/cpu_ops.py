@@ -1,7 +1,7 @@
 """What SGLang's HiCache needs to run on a machine without a GPU: its copy kernels, in plain torch.
 
-SGLang imports the kernels that copy pages between device and host only where there is a device. Here both sides
-are CPU tensors. Call `install` before anything builds a host pool.
+SGLang imports the kernels that copy pages between device and host only where there is a device. Here both
+sides are CPU tensors. Call `install` before anything builds a host pool.
 """
 
 from __future__ import annotations

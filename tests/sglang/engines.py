@@ -1,4 +1,4 @@
-"""Engines to test with: SGLang's real tree, controller and pools, small, on a CPU, with any storage backend."""
+"""Engines to test with: SGLang's real tree, controller and pools, small and on a CPU."""
 
 from __future__ import annotations
 
@@ -168,7 +168,6 @@ class Engine:
             **{"attn_dp_rank": 0, "attn_tp_rank": 0, "attn_tp_size": 1, "attn_dcp_rank": 0},
             **self.settings.place,
         }
-        self._exit.enter_context(get_parallel().override(**place))
         build = {"deepseek-v4": self._build_v4, "mla": self._build_mla}.get(self.settings.model)
         if build is None:
             with ExitStack() as patched:
@@ -187,9 +186,11 @@ class Engine:
             build()
         for name, group in self.settings.groups.items():
             setattr(self.tree.cache_init_params, name, group)
-            setattr(self.tree, name, group)
+            setattr(self.tree, name.replace("_cache_group", "_group"), group)
         args = self.server_args()
         set_global_server_args_for_scheduler(args)
+        # Only now: publishing the arguments checks them against the topology.
+        self._exit.enter_context(get_parallel().override(**place))
         self.tree.init_hicache(args, self.tree.cache_init_params)
         self.steps.addCleanup(fixtures.drop_hicache_atexit_pin, self.tree)
         self.steps.addCleanup(self.tree.release_host_resources)

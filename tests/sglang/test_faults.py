@@ -252,7 +252,7 @@ def test_detach_and_attach_again_twice(plane):
 def test_close_leaves_nothing(file_plane):
     import threading
 
-    extra, tokens, _ = written(file_plane)
+    extra, _tokens, _ = written(file_plane)
     with engine(extra) as one:
         backend, link = one.backend, one.backend._link
         ok, _ = one.tree.detach_storage_backend()
