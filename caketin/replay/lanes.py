@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from metadata.errors import CaketinError
 
 T = TypeVar("T")
-Slots = NDArray[np.int64]
+Slots: TypeAlias = NDArray[np.int64]
+Work: TypeAlias = Callable[[Slots, threading.Event], T]
+"""Is given the slots that it may use, and what is set once nobody waits for it any more."""
 
 
 class TransferOverdue(CaketinError):
@@ -35,8 +37,9 @@ class NoLane(CaketinError):
 
 @dataclass
 class _Job:
-    work: Callable[[Slots], Any]
+    work: Work[Any]
     ended: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: BaseException | None = None
 
@@ -52,12 +55,12 @@ class Lanes:
         for i in range(count):
             self._idle.append(_Lane(self, np.arange(i * pages, (i + 1) * pages, dtype=np.int64)))
 
-    def run(self, work: Callable[[Slots], T], seconds: float) -> T:
+    def run(self, work: Work[T], seconds: float) -> T:
         """Run `work` with a lane's slots and return its result.
 
         Raises:
             NoLane: none is free, so it was not run.
-            TransferOverdue: it has not returned after `seconds`; it goes on without us.
+            TransferOverdue: it has not returned after `seconds`; it is told so and goes on without us.
         """
         with self._lock:
             if not self._idle:
@@ -66,6 +69,7 @@ class Lanes:
         job = _Job(work)
         lane.jobs.put(job)
         if not job.ended.wait(seconds):
+            job.abandoned.set()
             raise TransferOverdue(f"a transfer did not return within {seconds:g} s")
         if job.error is not None:
             raise job.error
@@ -95,7 +99,7 @@ class _Lane:
         while True:
             job = self.jobs.get()
             try:
-                job.result = job.work(self.slots)
+                job.result = job.work(self.slots, job.abandoned)
             except BaseException as error:
                 job.error = error
             lanes.put_back(self)

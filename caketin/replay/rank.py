@@ -8,12 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caketin.replay.lanes import Lanes, NoLane, TransferOverdue
+from caketin.replay.lanes import Lanes, NoLane, Slots, TransferOverdue, Work
 from caketin.replay.membership import Membership, NotingClient
 from caketin.replay.page_bytes import BYTES_VERSION, PageWriter
 from caketin.replay.pool_sets import rank_pools
@@ -31,6 +32,9 @@ from metadata.pools import RankPool, TrailingPages
 
 Sidecars: TypeAlias = Literal["all", "tail"]
 T = TypeVar("T")
+
+_PATIENCE: Final = 2
+"""Deadlines that a transfer is waited for: it ends at its deadline by itself, unless a call of it hangs."""
 
 _SPARE_LANES: Final = 2
 """Lanes beyond the requests in flight: so many transfers may hang before others are not tried."""
@@ -154,13 +158,19 @@ class Rank:
     def prefetch(self, hashes: PageHashes, promise: LookupResult) -> Restored:
         """Read what is promised, and compare the bytes where that is asked for."""
 
-        def work(lane: NDArray[np.int64]) -> Restored:
+        def work(lane: Slots, abandoned: Event) -> Restored:
             slots = lane[: len(hashes)]
             if self._settings.verify:
                 for writer in self._writers.values():
                     writer.wipe(slots)
             start = time.perf_counter()
-            done = self._mover.prefetch(hashes, promise, dict.fromkeys(self._writers, slots))
+            done = self._mover.prefetch(
+                hashes,
+                promise,
+                dict.fromkeys(self._writers, slots),
+                cancel=abandoned,
+                deadline_seconds=self._settings.transfer_seconds,
+            )
             seconds = time.perf_counter() - start
             wrong = self._wrong(hashes, slots, done.read) if self._settings.verify and done.pages else []
             reasons = self.client.reasons(hashes)
@@ -172,7 +182,7 @@ class Rank:
     def back_up(self, hashes: PageHashes, first: int) -> Stored:
         """Store the pages from `first` on: of each pool those that an engine would write."""
 
-        def work(lane: NDArray[np.int64]) -> Stored:
+        def work(lane: Slots, abandoned: Event) -> Stored:
             rest = hashes[first:]
             slots = {name: self._written(name, lane[: len(rest)]) for name in self._writes}
             for name, at in slots.items():
@@ -181,7 +191,9 @@ class Rank:
                     if slot != NO_SLOT:
                         fill(slot, page_hash)
             start = time.perf_counter()
-            done = self._mover.back_up(rest, slots)
+            done = self._mover.back_up(
+                rest, slots, cancel=abandoned, deadline_seconds=self._settings.transfer_seconds
+            )
             seconds = time.perf_counter() - start
             whole = np.ones(len(rest), np.bool_)
             for name, at in slots.items():
@@ -200,23 +212,21 @@ class Rank:
         lost = len(hashes) - first
         return self._on_a_lane(work, lambda code, seconds: Stored(0, 0, seconds, lost, error=code))
 
-    def _written(self, name: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _written(self, name: str, slots: Slots) -> Slots:
         if self._settings.sidecars == "all" or name not in self._windows:
             return slots
         tail = slots.copy()
         tail[: max(0, len(slots) - self._windows[name])] = NO_SLOT
         return tail
 
-    def _on_a_lane(self, work: Callable[[NDArray[np.int64]], T], failed: Callable[[str, float], T]) -> T:
+    def _on_a_lane(self, work: Work[T], failed: Callable[[str, float], T]) -> T:
         start = time.perf_counter()
         try:
-            return self._lanes.run(work, self._settings.transfer_seconds)
+            return self._lanes.run(work, _PATIENCE * self._settings.transfer_seconds)
         except (NoLane, TransferOverdue) as error:
             return failed(error.code, time.perf_counter() - start)
 
-    def _wrong(
-        self, hashes: PageHashes, slots: NDArray[np.int64], read: dict[str, NDArray[np.bool_]]
-    ) -> list[int]:
+    def _wrong(self, hashes: PageHashes, slots: Slots, read: dict[str, NDArray[np.bool_]]) -> list[int]:
         wrong: set[int] = set()
         for name, writer in self._writers.items():
             for page in np.flatnonzero(read[name]).tolist():

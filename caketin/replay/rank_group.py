@@ -77,7 +77,7 @@ class RankGroup:
         self.leader = leader
         self._followers = followers
         self._seconds = transfer_seconds
-        # A follower keeps its own deadline; this is for one that cannot even say so.
+        # A follower keeps its own deadlines; this is for one that cannot even say so.
         self._patience = 3 * transfer_seconds
 
     def prefetch(self, lane: int, hashes: PageHashes, promise: LookupResult) -> Restored:

@@ -92,11 +92,13 @@ def test_a_port_in_use_is_said_with_what_to_do(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         folder = tmp_path / "data"
-        done = caketin("up", "--port", str(port), "--data-dir", str(folder), cache=tmp_path / "cache")
+        asked = ("--port", str(port), "--data-dir", str(folder), "--store", "file")
+        done = caketin("up", *asked, cache=tmp_path / "cache")
     assert done.returncode == 2
     said = " ".join(done.stderr.split())
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in said
     assert "--port" in said
+    assert not (folder / "redis").exists()  # said before anything was started
     assert not processes_of(tmp_path / "cache")
 
 

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from caketin.embedded_redis import EmbeddedRedis
@@ -188,31 +188,32 @@ def storage_node_outage(folder: Path, number: int) -> None:
 
 
 def test_a_transfer_that_hangs_keeps_its_slots_until_it_returned():
-    import threading
-
     release = threading.Event()
     lanes = Lanes(2, 3)
+    told: list[threading.Event] = []
 
-    def hang(slots):
+    def hang(slots, abandoned):
+        told.append(abandoned)
         release.wait(20)
         return slots
 
+    def use(slots, _abandoned):
+        return slots.tolist()
+
     with pytest.raises(TransferOverdue):
         lanes.run(hang, 0.05)
-    seen = [lanes.run(np.copy, 5).tolist() for _ in range(3)]
+    seen = [lanes.run(use, 5) for _ in range(3)]
     assert seen[0] == seen[1] == seen[2]
     with pytest.raises(TransferOverdue):
         lanes.run(hang, 0.05)
     with pytest.raises(NoLane):
         lanes.run(hang, 5)
+    assert [abandoned.is_set() for abandoned in told] == [True, True]
     release.set()
     deadline = time.monotonic() + 10
-    while True:
-        try:
-            assert lanes.run(len, 5) == 3
-            break
-        except NoLane:
-            assert time.monotonic() < deadline
+    while lanes.busy:
+        assert time.monotonic() < deadline
+    assert len(lanes.run(use, 5)) == 3
     with pytest.raises(ZeroDivisionError):
-        lanes.run(lambda _slots: 1 / 0, 5)
-    assert lanes.run(lambda _slots: 7, 5) == 7
+        lanes.run(lambda *_: 1 / 0, 5)
+    assert lanes.run(lambda *_: 7, 5) == 7
