@@ -1,7 +1,7 @@
 """What the tests of a replay share: its store seen from behind, and what the control plane counted."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -32,12 +32,6 @@ def open_behind(stack: Stack) -> ObjectStore:
     return MooncakeStore(stack.mooncake.settings)
 
 
-def page_files(stack: Stack) -> list[Path]:
-    """Return the files of all pages, manifests left out, in the order of their names."""
-    found = (stack.settings.data_dir / "pages" / "objects").rglob("*")
-    return sorted(p for p in found if p.is_file() and p.name != "manifest")
-
-
 def counted(stack: Stack, model: str, *, by: str = "") -> dict[str, dict[str, int]]:
     """Return the sums of `/v1/hit-rates` for one model: pool name, or "" for the whole prefix -> sums."""
     query = {"window": "24h", "step": "1h", "by": f"model,{by}".strip(",")}
@@ -61,3 +55,35 @@ def metric(stack: Stack, name: str, **labels: str) -> float:
         if match and all(f'{k}="{v}"' in (match[1] or "") for k, v in labels.items()):
             total += float(match[2])
     return total
+
+
+@dataclass(frozen=True)
+class Place:
+    """A stack that tests share, and a model of one test's own in it."""
+
+    stack: Stack
+    model: str
+
+    def run(self, load: Load, **settings: object) -> Report:
+        """Replay a load as this model."""
+        return run(self.stack, load, model=self.model, **settings)
+
+    def namespaces(self) -> list[str]:
+        """Return the ids of the model's namespaces."""
+        answer = httpx.get(f"{self.stack.url}/v1/namespaces", params={"limit": 1000}, trust_env=False).json()
+        return [n["namespace_id"] for n in answer["namespaces"] if n["model"] == self.model]
+
+    def page_files(self) -> list[Path]:
+        """Return the files of all pages, manifests left out, in the order of their names."""
+        objects = self.stack.settings.data_dir / "pages" / "objects"
+        found = (p for namespace in self.namespaces() for p in (objects / namespace).rglob("*"))
+        return sorted(p for p in found if p.is_file() and p.name != "manifest")
+
+    def keys(self, store: ObjectStore) -> list[str]:
+        """Return the keys of all objects of pages."""
+        keys = [k for namespace in self.namespaces() for k in store.keys(f"ct1/{namespace}/")]
+        return [k for k in keys if "/manifest/" not in k]
+
+    def counted(self, *, by: str = "") -> dict[str, dict[str, int]]:
+        """Return what `/v1/hit-rates` counted for the model; see `counted`."""
+        return counted(self.stack, self.model, by=by)

@@ -14,19 +14,18 @@ from caketin.stack import Stack, StackSettings
 from dataplane.page_file import encode_header, read_table
 from metadata.object_keys import parse
 from tests.replay.oracle import OBJECTS, POOLS, UnboundedCache
-from tests.replay.stacks import PROMPT, counted, metric, open_behind, page_files, run
+from tests.replay.stacks import PROMPT, Place, metric, open_behind
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with Stack(StackSettings(tmp_path_factory.mktemp("stack"), store="file")) as running:
+    with Stack(StackSettings(tmp_path_factory.mktemp("stack"), store="file", control=PROMPT)) as running:
         yield running
 
 
 @pytest.fixture
-def own_stack(tmp_path: Path) -> Iterator[Stack]:
-    with Stack(StackSettings(tmp_path / "stack", store="file", control=PROMPT)) as running:
-        yield running
+def place(stack: Stack, request: pytest.FixtureRequest) -> Place:
+    return Place(stack, request.node.name)
 
 
 LOAD = generate(60, seed=3)
@@ -34,11 +33,10 @@ LOAD = generate(60, seed=3)
 
 @pytest.mark.parametrize("sidecars", ["all", "tail"])
 @pytest.mark.parametrize("pools", POOLS)
-def test_hits_are_exactly_those_of_the_oracle(stack: Stack, pools: str, sidecars: str):
+def test_hits_are_exactly_those_of_the_oracle(place: Place, pools: str, sidecars: str):
     oracle = UnboundedCache.of(pools, tail=sidecars == "tail")
     asked, hits = oracle.serve(LOAD.requests)
-    model = f"exact-{pools}-{sidecars}"
-    report = run(stack, LOAD, pools=pools, sidecars=sidecars, model=model)
+    report = place.run(LOAD, pools=pools, sidecars=sidecars)
     assert (report.asked_pages, report.promised_pages, report.hit_pages) == (asked, hits, hits)
     assert (report.verified_pages, report.wrong_pages, report.lost_pages, report.degraded) == (hits, 0, 0, 0)
     assert (report.backed_up_pages, report.unstored_pages, report.rejected) == (asked - hits, 0, {})
@@ -53,31 +51,39 @@ def test_sidecars_at_the_tail_allow_fewer_hits_and_store_less():
         assert everything.serve(requests)[1] > tail.serve(requests)[1] > 0
 
 
-def test_report_hit_rates_and_metrics_agree_to_the_page(own_stack: Stack):
-    report = run(own_stack, LOAD, pools="mha-swa", sidecars="tail", model="agree")
-    whole = counted(own_stack, "agree")[""]
+METRICS = {
+    "caketin_lookup_queried_pages_total": {"purpose": "prefetch"},
+    "caketin_lookup_hit_pages_total": {"purpose": "prefetch"},
+    "caketin_lookups_total": {"purpose": "prefetch"},
+    "caketin_commit_pages_total": {"result": "committed"},
+}
+
+
+def test_report_hit_rates_and_metrics_agree_to_the_page(place: Place):
+    before = [metric(place.stack, name, **labels) for name, labels in METRICS.items()]
+    report = place.run(LOAD, pools="mha-swa", sidecars="tail")
+    after = [metric(place.stack, name, **labels) for name, labels in METRICS.items()]
+    whole = place.counted()[""]
     assert whole["queried_pages"] == report.asked_pages
     assert whole["hit_pages"] == report.promised_pages == report.hit_pages
     misses = {name.removeprefix("miss:"): n for name, n in whole.items() if name.startswith("miss:")}
     assert misses == dict(report.misses)
-    assert {name: row["hit_pages"] for name, row in counted(own_stack, "agree", by="pool").items()} == dict(
-        report.pool_hits
-    )
-    assert metric(own_stack, "caketin_lookup_queried_pages_total", purpose="prefetch") == report.asked_pages
-    assert metric(own_stack, "caketin_lookup_hit_pages_total", purpose="prefetch") == report.promised_pages
-    assert metric(own_stack, "caketin_lookups_total", purpose="prefetch") == report.requests
-    assert metric(own_stack, "caketin_commit_pages_total", result="committed") == report.backed_up_pages
+    by_pool = {name: row["hit_pages"] for name, row in place.counted(by="pool").items()}
+    assert by_pool == dict(report.pool_hits)
+    seen = [now - earlier for now, earlier in zip(after, before, strict=True)]
+    counts = [report.asked_pages, report.promised_pages, report.requests, report.backed_up_pages]
+    assert seen == counts
 
 
 @pytest.mark.parametrize("pools", ["mha-swa", "deepseek-v4"])
-def test_two_ranks_are_two_processes_and_share_one_answer(own_stack: Stack, pools: str):
+def test_two_ranks_are_two_processes_and_share_one_answer(place: Place, pools: str):
     asked, hits = UnboundedCache.of(pools).serve(LOAD.requests)
-    report = run(own_stack, LOAD, pools=pools, tp=2)
+    report = place.run(LOAD, pools=pools, tp=2)
     assert (report.asked_pages, report.hit_pages) == (asked, hits)
     assert (report.verified_pages, report.wrong_pages, report.lost_pages) == (hits, 0, 0)
-    assert counted(own_stack, "replay")[""]["queried_pages"] == asked  # the leader alone asks
-    with closing(open_behind(own_stack)) as store:
-        keys = [parse(k) for k in all_keys(store)]
+    assert place.counted()[""]["queried_pages"] == asked  # the leader alone asks
+    with closing(open_behind(place.stack)) as store:
+        keys = [parse(k) for k in place.keys(store)]
     distinct = len({k.page_hash for k in keys})
     shards = 1 if pools == "deepseek-v4" else 2
     assert {k.shard for k in keys} == set(range(shards))
@@ -87,52 +93,47 @@ def test_two_ranks_are_two_processes_and_share_one_answer(own_stack: Stack, pool
     assert report.bytes_written == (asked - hits) * page
 
 
-def test_a_page_is_a_hit_only_where_every_rank_restored_it(own_stack: Stack):
+def test_a_page_is_a_hit_only_where_every_rank_restored_it(place: Place):
     load = Load("one prompt", [list(range(20))])
-    run(own_stack, load, pools="mha-swa", tp=2)
-    with closing(open_behind(own_stack)) as store:
-        mine = [k for k in all_keys(store) if parse(k).shard == 1]
+    place.run(load, pools="mha-swa", tp=2)
+    with closing(open_behind(place.stack)) as store:
+        mine = [k for k in place.keys(store) if parse(k).shard == 1]
         pages = page_order(load)
         gone = [k for k in mine if pages[parse(k).page_hash] == 12 and parse(k).part == "k"]
         assert store.remove(gone) == 2  # of kv and of swa, of rank 1 only
-    report = run(own_stack, load, pools="mha-swa", tp=2)
+    report = place.run(load, pools="mha-swa", tp=2)
     assert (report.promised_pages, report.hit_pages, report.lost_pages) == (20, 12, 8)
     assert (report.lost, report.wrong_pages, report.verified_pages) == ({"gone": 8}, 0, 12)
-    again = run(own_stack, load, pools="mha-swa", tp=2)
+    again = place.run(load, pools="mha-swa", tp=2)
     assert (again.hit_pages, again.lost_pages) == (20, 0)
 
 
-def test_ranks_that_restored_different_lengths_read_again_until_they_agree(own_stack: Stack):
+def test_ranks_that_restored_different_lengths_read_again_until_they_agree(place: Place):
     load = Load("one prompt", [list(range(20))])
-    run(own_stack, load, pools="mha-swa", tp=2)
+    place.run(load, pools="mha-swa", tp=2)
     names = {p.spec.pool_id: p.spec.name for p in rank_pools("mha-swa", 512, tp=2)}
     pages = page_order(load)
-    with closing(open_behind(own_stack)) as store:
+    with closing(open_behind(place.stack)) as store:
         # Rank 1 lacks KV from page 12 on. Rank 0 could do with all 20 pages, but has no window that ends at
         # 11 to 14: the longest length at which both have everything is 10.
         lost = {("kv", 1, 12), ("swa", 0, 10)}
-        named = {k: parse(k) for k in all_keys(store)}
+        named = {k: parse(k) for k in place.keys(store)}
         gone = [k for k, p in named.items() if (names[p.pool_id], p.shard, pages[p.page_hash]) in lost]
         assert store.remove(gone) == 4
-    report = run(own_stack, load, pools="mha-swa", tp=2)
+    report = place.run(load, pools="mha-swa", tp=2)
     assert (report.promised_pages, report.hit_pages, report.lost_pages) == (20, 10, 10)
     assert (report.wrong_pages, report.verified_pages) == (0, 10)
 
 
-def test_several_requests_in_flight_restore_no_wrong_byte(own_stack: Stack):
+def test_several_requests_in_flight_restore_no_wrong_byte(place: Place):
     asked, hits = UnboundedCache.of("mha-swa").serve(LOAD.requests)
-    report = run(own_stack, LOAD, pools="mha-swa", concurrency=4, tp=2)
+    report = place.run(LOAD, pools="mha-swa", concurrency=4, tp=2)
     assert (report.requests, report.asked_pages) == (60, asked)
     # Two requests that share pages which neither has stored yet both miss: never more hits than in order.
     assert 0 < report.hit_pages <= hits
     assert (report.wrong_pages, report.verified_pages) == (0, report.hit_pages)
-    again = run(own_stack, LOAD, pools="mha-swa", concurrency=4, tp=2)
+    again = place.run(LOAD, pools="mha-swa", concurrency=4, tp=2)
     assert again.hit_pages == again.asked_pages
-
-
-def all_keys(store) -> list[str]:
-    namespaces = {p.name for p in (store.root / "objects").iterdir()}
-    return [k for ns in namespaces for k in store.keys(f"ct1/{ns}/") if "/manifest/" not in k]
 
 
 def page_order(load: Load) -> dict[bytes, int]:
@@ -172,62 +173,62 @@ def rewrite(path: Path, *, extra: int = 0) -> None:
     # A file whose length or name does not fit its header is no object: that shows before the first read.
     [(flip, "checksum"), (truncate, "gone"), (Path.unlink, "gone"), (other_size, "size_mismatch")],
 )
-def test_what_was_harmed_behind_caketins_back_is_a_miss_with_its_reason(own_stack: Stack, harm, reason: str):
+def test_what_was_harmed_behind_caketins_back_is_a_miss_with_its_reason(place: Place, harm, reason: str):
     load = Load("one prompt", [list(range(30))])
-    assert run(own_stack, load).hit_pages == 0
+    assert place.run(load).hit_pages == 0
     pages = page_order(load)
-    victims = [p for p in page_files(own_stack) if pages[bytes.fromhex(p.name[:64])] == 17]
+    victims = [p for p in place.page_files() if pages[bytes.fromhex(p.name[:64])] == 17]
     assert len(victims) == 4
     for path in victims:
         harm(path)
-    report = run(own_stack, load)
+    report = place.run(load)
     assert (report.promised_pages, report.hit_pages, report.lost_pages) == (30, 17, 13)
     assert (report.lost, report.wrong_pages, report.verified_pages) == ({reason: 13}, 0, 17)
-    assert report.reported_pages == counted(own_stack, "replay")[""]["lost_pages"] >= 1
-    healed = run(own_stack, load)
+    assert report.reported_pages == place.counted()[""]["lost_pages"] >= 1
+    healed = place.run(load)
     assert (healed.hit_pages, healed.lost_pages, healed.wrong_pages) == (30, 0, 0)
 
 
-def test_files_swapped_with_each_other_are_never_served(own_stack: Stack):
+def test_files_swapped_with_each_other_are_never_served(place: Place):
     load = Load("one prompt", [list(range(30))])
-    run(own_stack, load, pools="mha")
+    place.run(load, pools="mha")
     pages = page_order(load)
-    at = {pages[bytes.fromhex(p.name[:64])]: p for p in page_files(own_stack)}
+    at = {pages[bytes.fromhex(p.name[:64])]: p for p in place.page_files()}
     spare = at[9].with_name("spare")
     at[9].rename(spare)
     at[21].rename(at[9])
     spare.rename(at[21])
-    report = run(own_stack, load, pools="mha")
+    report = place.run(load, pools="mha")
     assert (report.hit_pages, report.lost, report.wrong_pages) == (9, {"gone": 21}, 0)
 
 
-def test_objects_lost_at_random_cost_exactly_what_the_oracle_says(own_stack: Stack):
+def test_objects_lost_at_random_cost_exactly_what_the_oracle_says(place: Place):
     dice = random.Random(11)
     oracle = UnboundedCache.of("mha-swa")
     oracle.serve(LOAD.requests)
-    run(own_stack, LOAD, pools="mha-swa")
+    place.run(LOAD, pools="mha-swa")
     from tests.replay.oracle import prefix_ids
 
     names = {p.spec.pool_id: p.spec.name for p in rank_pools("mha-swa", 512)}
     blocks = {h: prefix_ids(ids)[i] for ids in LOAD.requests for h, i in page_order(Load("", [ids])).items()}
-    with closing(open_behind(own_stack)) as store:
-        chosen = dice.sample(sorted(all_keys(store)), 40)
+    with closing(open_behind(place.stack)) as store:
+        chosen = dice.sample(sorted(place.keys(store)), 40)
         assert store.remove(chosen) == 40
     for key in map(parse, chosen):
         oracle.lose(blocks[key.page_hash], names[key.pool_id])
     asked, hits = oracle.serve(LOAD.requests)
-    report = run(own_stack, LOAD, pools="mha-swa")
+    report = place.run(LOAD, pools="mha-swa")
     assert (report.asked_pages, report.hit_pages, report.wrong_pages) == (asked, hits, 0)
     assert report.lost_pages == report.promised_pages - hits > 0
     assert set(report.lost) == {"gone"}
 
 
-def test_verify_turns_red_when_the_store_serves_other_bytes(own_stack: Stack):
+def test_verify_turns_red_when_the_store_serves_other_bytes(place: Place):
     load = Load("one prompt", [list(range(10))])
-    run(own_stack, load, pools="mha")
-    for path in page_files(own_stack)[:3]:
+    place.run(load, pools="mha")
+    for path in place.page_files()[:3]:
         rewrite(path)
-    report = run(own_stack, load, pools="mha")
+    report = place.run(load, pools="mha")
     assert (report.hit_pages, report.wrong_pages) == (10, 3)
-    assert run(own_stack, load, pools="mha", verify=False).wrong_pages == 0
-    assert run(own_stack, load, pools="mha", tp=1).wrong_pages == 3
+    assert place.run(load, pools="mha", verify=False).wrong_pages == 0
+    assert place.run(load, pools="mha", tp=1).wrong_pages == 3
