@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,12 @@ if HERE:
     from dataplane.child_process import free_port
     from dataplane.mooncake_node import MooncakeCluster
     from tests.servers import serving
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tests.sglang import cpu_ops
+
+        cpu_ops.install()  # before a test module imports SGLang
 
     @dataclass
     class ControlPlane:

@@ -83,37 +83,43 @@ def test_what_is_written_while_the_control_plane_is_down_is_claimed_when_it_is_b
 @pytest.mark.parametrize("model", ["full", "deepseek-v4"])
 def test_lookups_are_misses_while_the_control_plane_is_away_and_hits_afterwards(file_plane, fault, model):
     extra, tokens, made = written(file_plane, model)
-    with gate_to(file_plane.url) as gate:
-        with engine({**extra, "control_url": gate.url, "call_seconds": 0.3}, model=model) as one:
-            getattr(gate, fault)()
-            for request in "abcd":
-                assert one.prefetch(tokens, request) == 0
-            one.assert_at_rest(holds=False)
-            gate.open()
-            until(lambda: not one.backend._link._circuit.is_open)
-            assert same(one.restored(tokens), made)
-            one.assert_at_rest(holds=True)
+    with (
+        gate_to(file_plane.url) as gate,
+        engine({**extra, "control_url": gate.url, "call_seconds": 0.3}, model=model) as one,
+    ):
+        getattr(gate, fault)()
+        for request in "abcd":
+            assert one.prefetch(tokens, request) == 0
+        one.assert_at_rest(holds=False)
+        gate.open()
+        until(lambda: not one.backend._link._circuit.is_open)
+        assert same(one.restored(tokens), made)
+        one.assert_at_rest(holds=True)
 
 
 def test_a_control_call_never_takes_longer_than_its_deadline(file_plane):
     extra, tokens, _ = written(file_plane)
-    with gate_to(file_plane.url) as gate:
-        with engine({**extra, "control_url": gate.url, "call_seconds": 0.3}) as one:
-            gate.jam()
-            start = time.monotonic()
-            result = one.backend.batch_exists_v2([h.hex() for h in Stored(one, tokens).hashes], [], None)
-            assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (0, {})
-            assert 0.25 < time.monotonic() - start < 5
-            one.assert_at_rest(holds=False)
+    with (
+        gate_to(file_plane.url) as gate,
+        engine({**extra, "control_url": gate.url, "call_seconds": 0.3}) as one,
+    ):
+        gate.jam()
+        start = time.monotonic()
+        result = one.backend.batch_exists_v2([h.hex() for h in Stored(one, tokens).hashes], [], None)
+        assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (0, {})
+        assert 0.25 < time.monotonic() - start < 5
+        one.assert_at_rest(holds=False)
 
 
 def test_a_slow_control_plane_within_the_deadline_is_no_miss(file_plane):
     extra, tokens, made = written(file_plane)
-    with gate_to(file_plane.url) as gate:
-        with engine({**extra, "control_url": gate.url, "call_seconds": 3.0}) as one:
-            gate.slow(0.2)
-            assert same(one.restored(tokens), made)
-            one.assert_at_rest(holds=True)
+    with (
+        gate_to(file_plane.url) as gate,
+        engine({**extra, "control_url": gate.url, "call_seconds": 3.0}) as one,
+    ):
+        gate.slow(0.2)
+        assert same(one.restored(tokens), made)
+        one.assert_at_rest(holds=True)
 
 
 def test_a_rank_that_the_control_plane_has_forgotten_registers_again(own_plane):
