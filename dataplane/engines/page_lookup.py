@@ -64,6 +64,7 @@ class PageLookup:
                 )
             )
             if found.degraded:
+                log.info("a lookup of %d pages is a miss: the control plane has no Redis", len(page_hashes))
                 return None
             return self._confirmed(joined, page_hashes, found)
         except CaketinError as error:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from dataplane.bounce_store import BounceStore
 from dataplane.control_client import ControlSettings, ModelIdentity, RankIdentity
 from dataplane.messages.control import FileAccess, MooncakeAccess
 from dataplane.mooncake_native import MooncakeSettings
+from dataplane.object_store import ObjectStore
 from metadata.errors import FieldError, InvalidInput
 from metadata.namespace import HashKind
 
@@ -27,6 +29,7 @@ _SGLANG_KEYS: Final = frozenset(
 )
 _NO_MODEL: Final = frozenset({"", "none", "dummy"})
 _WEIGHT_INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_MOST: Final = 1 << 20
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
 
 
@@ -41,6 +44,11 @@ class StoreOverrides:
         protocol: `tcp` or `rdma`.
         devices: RDMA devices, comma-separated.
         local_hostname: this host as storage nodes reach it.
+        lease_seconds: Mooncake's `default_kv_lease_ttl`, where its master was started with another.
+        bounce_mib: memory of a bounce lane, at least the largest object; None: no bounce buffers, a call
+            blocks until the store returns.
+        bounce_lanes: calls that may hang at the same time.
+        call_seconds: deadline of a store call; holds with bounce buffers only.
     """
 
     path: str | None = None
@@ -49,6 +57,17 @@ class StoreOverrides:
     protocol: str | None = None
     devices: str | None = None
     local_hostname: str | None = None
+    lease_seconds: float | None = None
+    bounce_mib: int | None = None
+    bounce_lanes: int = 4
+    call_seconds: float = 2.0
+
+    def bounced(self, store: ObjectStore) -> ObjectStore:
+        """Return the store, behind bounce buffers where they are asked for (M1)."""
+        if self.bounce_mib is None:
+            return store
+        size, lanes = self.bounce_mib << 20, self.bounce_lanes
+        return BounceStore(store, call_seconds=self.call_seconds, lanes=lanes, lane_bytes=size)
 
     def file(self, access: FileAccess) -> Path:
         """Return the folder of the file store."""
@@ -57,7 +76,8 @@ class StoreOverrides:
     def mooncake(self, access: MooncakeAccess) -> MooncakeSettings:
         """Return how to reach Mooncake."""
         told = {n: getattr(access, n) for n in ("master", "metadata", "protocol", "devices")}
-        ours = {n: getattr(self, n) for n in (*told, "local_hostname") if getattr(self, n) is not None}
+        names = (*told, "local_hostname", "lease_seconds")
+        ours = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         return MooncakeSettings(**{**told, **ours})
 
 
@@ -107,7 +127,7 @@ class BackendSettings:
             errors.insert(0, FieldError("control_url", "missing", "is needed: http://host:port"))
         store = given.pop("store", None) or {}
         if isinstance(store, Mapping):
-            errors += _errors(store, dict.fromkeys(StoreOverrides.__dataclass_fields__, str), "store.")
+            errors += _errors(store, _STORE_TYPES, "store.")
         if errors:
             raise InvalidInput("the storage backend's extra config cannot be used", errors)
         token = given.get("token")
@@ -137,6 +157,11 @@ class BackendSettings:
 
 
 _NUMBER: Final = (int, float)
+_STORE_TYPES: Final[dict[str, Any]] = {
+    **dict.fromkeys(("path", "master", "metadata", "protocol", "devices", "local_hostname"), str),
+    **dict.fromkeys(("bounce_mib", "bounce_lanes"), int),
+    **dict.fromkeys(("lease_seconds", "call_seconds"), _NUMBER),
+}
 _TYPES: Final[dict[str, Any]] = {
     "control_url": str,
     "token": str,
@@ -211,8 +236,8 @@ def _errors(given: Mapping[str, Any], types: Mapping[str, Any], prefix: str) -> 
             errors.append(FieldError(f"{prefix}{name}", "unknown", detail))
         elif value is not None and (isinstance(value, bool) or not isinstance(value, types[name])):
             errors.append(FieldError(f"{prefix}{name}", "bad_type", f"is {type(value).__name__}"))
-        elif types[name] is _NUMBER and value is not None and not 0 < value <= 60:  # noqa: PLR2004
-            errors.append(FieldError(f"{prefix}{name}", "out_of_range", "must be above 0, at most 60 s"))
+        elif types[name] is not str and isinstance(value, int | float) and not 0 < value <= _MOST:
+            errors.append(FieldError(f"{prefix}{name}", "out_of_range", f"must be above 0, at most {_MOST}"))
     return errors
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,64 +19,101 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = 6
+WORLD = 4
+PAIRS = [[0, 1], [2, 3]]
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+class Ranks:
+    """Four processes that play scenarios together; to import SGLang costs each of them half a minute."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        env = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+        self._answers: list[queue.Queue[dict[str, Any]]] = []
+        self.processes = []
+        self.logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
+        for rank in range(WORLD):
+            command = [sys.executable, "-m", "tests.sglang.rank_process", str(rank), str(WORLD), str(port)]
+            with self.logs[rank].open("w") as log:
+                process = subprocess.Popen(
+                    command,
+                    cwd=REPO,
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+            self.processes.append(process)
+            self._answers.append(queue.Queue())
+            threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
+
+    def _listen(self, rank: int) -> None:
+        for line in self.processes[rank].stdout or ():
+            if line.startswith("RESULT "):
+                self._answers[rank].put(json.loads(line.removeprefix("RESULT ")))
+        self._answers[rank].put({"error": f"the process ended: {self.logs[rank].read_text()[-3000:]}"})
+
+    def play(self, plane, groups, models, *, share: bool = False, **told) -> list[dict[str, Any]]:
+        """Play a scenario; return what each rank says."""
+        extras = [plane.extra()] * len(groups) if share else [plane.extra() for _ in groups]
+        line = json.dumps({"groups": groups, "models": models, "extras": extras, **told})
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        said = [answers.get(timeout=240) for answers in self._answers]
+        assert [s for s in said if "error" in s] == []
+        return said
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def run_ranks(plane, groups, tmp_path, **told):
-    """Run a process a rank; return what each says, by rank."""
-    world = sum(len(ranks) for ranks in groups)
-    common = {"world": world, "port": free_port(), "groups": groups, "extra": plane.extra(), **told}
-    env = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(world):
-        log = (tmp_path / f"rank{rank}.log").open("w")
-        command = [sys.executable, "-m", "tests.sglang.rank_process", json.dumps({"rank": rank, **common})]
-        processes.append(subprocess.Popen(command, cwd=REPO, env=env, stdout=log, stderr=log))
-    try:
-        codes = [p.wait(240) for p in processes]
-    finally:
-        for p in processes:
-            if p.poll() is None:
-                p.kill()
-                p.wait()
-    texts = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(world)]
-    assert codes == [0] * world, "\n".join(t[-3000:] for t in texts)
-    lines = [next(x for x in t.splitlines() if x.startswith("RESULT ")) for t in texts]
-    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    found = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield found
+    found.stop()
 
 
-@pytest.mark.parametrize("model", ["swa", "mla"])
-def test_two_ranks_restore_their_own_bytes_and_one_of_them_asks_smoke(file_plane, tmp_path, model):
-    said = run_ranks(file_plane, [[0, 1]], tmp_path, model=model, sharded=model != "mla")
-    assert [s["pages"] for s in said] == [PAGES, PAGES]
+def test_two_ranks_restore_their_own_bytes_and_one_of_them_asks(file_plane, ranks):
+    said = ranks.play(file_plane, PAIRS, ["swa", "mla"])
+    assert [s["pages"] for s in said] == [PAGES] * WORLD
     assert all(s["same"] for s in said)
-    assert [s["leads"] for s in said] == [True, False]
+    assert [s["leads"] for s in said] == [True, False] * 2
 
 
-def test_sharded_mamba_states_on_two_ranks(file_plane, tmp_path):
-    said = run_ranks(file_plane, [[0, 1]], tmp_path, model="mamba")
+def test_mamba_and_full_attention_on_two_ranks_each(mooncake_plane, ranks):
+    said = ranks.play(mooncake_plane, PAIRS, ["mamba", "full"])
     assert all(s["same"] for s in said)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_page_without_one_rank_s_shard_is_no_hit_for_any(file_plane, tmp_path, rank):
-    said = run_ranks(file_plane, [[0, 1]], tmp_path, model="full", remove={str(rank): ["kv", 2]})
-    assert [s["pages"] for s in said] == [2, 2]
+def test_a_page_without_one_rank_s_shard_is_no_hit_for_any(file_plane, ranks):
+    # In one engine the rank that asks misses its shard, in the other the one that does not.
+    said = ranks.play(file_plane, PAIRS, ["full", "full"], remove={"0": ["kv", 2], "3": ["kv", 2]})
+    assert [s["pages"] for s in said] == [2] * WORLD
     assert all(s["prefix_same"] for s in said)
 
 
-def test_four_ranks(mooncake_plane, tmp_path):
-    said = run_ranks(mooncake_plane, [[0, 1, 2, 3]], tmp_path, model="full")
-    assert [s["pages"] for s in said] == [PAGES] * 4
+def test_four_ranks(mooncake_plane, ranks):
+    said = ranks.play(mooncake_plane, [[0, 1, 2, 3]], ["full"])
+    assert [s["pages"] for s in said] == [PAGES] * WORLD
     assert all(s["same"] for s in said)
+    assert [s["leads"] for s in said] == [True, False, False, False]
 
 
-def test_attention_groups_under_data_parallelism_share_and_do_not_meet(file_plane, tmp_path):
-    said = run_ranks(file_plane, [[0, 1], [2, 3]], tmp_path, model="full")
+def test_attention_groups_of_one_engine_have_places_of_their_own_and_share_pages(file_plane, ranks):
+    said = ranks.play(file_plane, PAIRS, ["full", "full"], share=True, data_parallel=True)
     assert [s["place"] for s in said] == [f"dp{d}-pp0-cp0-tp{t}" for d in (0, 1) for t in (0, 1)]
     assert [s["leads"] for s in said] == [True, False, True, False]
-    assert all(s["same"] for s in said)
+    assert [s["pages"] for s in said] == [PAGES] * WORLD
