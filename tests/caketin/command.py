@@ -65,6 +65,8 @@ class Up:
 
     def ready(self) -> bool:
         assert self.process.poll() is None, self.out.read_text()
+        if "Ctrl-C ends it" not in self.out.read_text():  # it still looks at its parts itself
+            return False
         try:
             return httpx.get(f"{self.url}/readyz", trust_env=False).status_code == 200
         except httpx.TransportError:
