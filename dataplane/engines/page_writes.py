@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -39,6 +39,9 @@ MAX_WAITING_PAGES: Final = 262_144
 SETTLE_SECONDS: Final = 1.0
 """How long a sidecar waits for its anchor before it is claimed by itself."""
 _CLAIM_PAGES: Final = 4096
+_RETRY_SECONDS: Final = 1.0
+_NEGATIVE_ENTRY: Final = "negative_entry"
+"""A page that could not be read a moment ago is not claimed for some seconds, also where it is written anew."""
 
 
 @dataclass
@@ -66,6 +69,7 @@ class PageWrites:
         self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
         self._unclaimed: OrderedDict[bytes, dict[str, BoolArray]] = OrderedDict()
         self._anchored: OrderedDict[bytes, None] = OrderedDict()
+        self._retry_at = 0.0
 
     def store_sidecars(self, given: Mapping[str, SlotPages]) -> dict[str, BoolArray]:
         """Store pages of pools that are not the anchor's own bytes; nothing is published yet.
@@ -132,12 +136,14 @@ class PageWrites:
 
     def settle(self, joined: Joined) -> None:
         """Claim what could not be claimed before, and sidecars whose anchor does not come. A chore."""
+        now = self._clock()
         with self._lock:
-            unclaimed, self._unclaimed = self._unclaimed, OrderedDict()
+            unclaimed: OrderedDict[bytes, dict[str, BoolArray]] = OrderedDict()
+            if now >= self._retry_at:
+                self._retry_at = now + _RETRY_SECONDS
+                unclaimed, self._unclaimed = self._unclaimed, unclaimed
             late = [
-                (h, w)
-                for h, w in self._waiting.items()
-                if not w.tried and self._clock() - w.since > SETTLE_SECONDS
+                (h, w) for h, w in self._waiting.items() if not w.tried and now - w.since > SETTLE_SECONDS
             ]
         self._claim_pages(joined, list(unclaimed.items()))
         self._claim_waiting(joined, late)
@@ -278,15 +284,29 @@ class PageWrites:
                     for n, said in call.items()
                 }
                 result = self._link.commit(joined.namespace_id, page_hashes, claims)
-                for one in result.rejected:
-                    if one.page < len(page_hashes):
-                        taken[one.page] = False
+                self._note_rejected(page_hashes, facts, result.rejected, taken)
         except (ControlPlaneAway, ControlRefused) as error:
             taken[:] = False
             log.warning("%d stored pages are claimed later: %s", len(page_hashes), error)
             if isinstance(error, ControlPlaneAway) or error.passing or self._link.forgotten(error):
                 self._keep(page_hashes, {n: f.holds for n, f in facts.items()})
         return taken
+
+    def _note_rejected(
+        self,
+        page_hashes: PageHashes,
+        facts: Mapping[str, PoolFacts],
+        rejected: Sequence[control.Rejection],
+        taken: BoolArray,
+    ) -> None:
+        """Note what the index did not take; what it only takes later is claimed later."""
+        for one in rejected:
+            if one.page >= len(page_hashes) or one.pool not in facts:
+                continue
+            taken[one.page] = False
+            if one.code == _NEGATIVE_ENTRY:
+                page = page_hashes[one.page : one.page + 1]
+                self._keep(page, {one.pool: facts[one.pool].holds[one.page : one.page + 1]})
 
     def _keep(self, page_hashes: PageHashes, held: Mapping[str, BoolArray]) -> None:
         with self._lock:
