@@ -70,7 +70,7 @@ def connect(process: Served) -> socket.socket:
 
 
 def head(process: Served, *lines: str, method: str = "POST") -> bytes:
-    return "\r\n".join([f"{method} {path_of(process)} HTTP/1.1", "Host: x", *lines, "", ""]).encode()
+    return "\r\n".join([f"{method} {path_of(process)} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
 
 
 def until_closed(client: socket.socket, seconds: float) -> tuple[bytes, float]:
@@ -154,7 +154,7 @@ def test_a_connection_that_never_speaks_is_let_go(process):
 
 def test_blank_lines_do_not_keep_a_connection_after_its_answer(process):
     with connect(process) as client:
-        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(4096).startswith(b"HTTP/1.1 200")
         started = time.monotonic()
         while time.monotonic() - started < 6:
@@ -185,7 +185,7 @@ def test_a_body_that_comes_too_slowly_is_refused(process):
 
 def test_a_body_that_nobody_asked_for_does_not_keep_a_connection(process):
     with connect(process) as client:
-        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n")
         answer, seconds = until_closed(client, 10)
     assert status_of(answer) == 200
     assert seconds < BODY_SECONDS + 3
@@ -196,7 +196,8 @@ def test_a_client_that_does_not_read_its_answer_is_let_go(process):
     content = json.dumps({"page_hashes": ["00" * 32] * 2048}).encode()
     with connect(process) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        first = f"POST /v1/namespaces/{ns}/keys HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        first = f"POST /v1/namespaces/{ns}/keys HTTP/1.1\r\nHost: localhost\r\n"
+        first += f"Content-Length: {len(content)}\r\n\r\n"
         client.sendall(first.encode() + content)
         deadline = time.monotonic() + 12
         while connections_to(process.port, client.getsockname()[1]):
@@ -352,7 +353,7 @@ def test_an_answer_that_would_be_huge_is_refused(process):
 def test_a_request_id_that_would_forge_a_log_line_is_replaced(process):
     with connect(process) as client:
         client.sendall(
-            b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Request-ID: a b\tc\r\nConnection: close\r\n\r\n"
+            b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Request-ID: a b\tc\r\nConnection: close\r\n\r\n"
         )
         answer, _ = until_closed(client, 10)
     assert b"x-request-id: a b" not in answer

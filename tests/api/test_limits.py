@@ -18,7 +18,7 @@ from api.limits import RateLimited, RateLimiter
 from tests.api.access_scene import bearer, guarded
 from tests.api.conftest import Stack, serving
 
-HEAD = b"POST /v1/namespaces/0123456789abcdef/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n"
+HEAD = b"POST /v1/namespaces/0123456789abcdef/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n"
 
 
 def test_a_full_bucket_gives_its_burst_at_once_and_then_says_when_to_come_again() -> None:

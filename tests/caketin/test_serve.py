@@ -106,7 +106,8 @@ def test_a_request_under_way_is_answered_before_the_end(redis_url, tmp_path):
     with served(redis_url, tmp_path) as process:
         with socket.create_connection(("127.0.0.1", process.port), timeout=10) as client:
             body = b'{"page_hashes": []}'
-            head = f"POST /v1/namespaces/{'0' * 16}/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+            head = f"POST /v1/namespaces/{'0' * 16}/lookup HTTP/1.1\r\nHost: localhost\r\n"
+            head += f"Content-Length: {len(body)}"
             client.sendall(head.encode() + b"\r\n\r\n" + body[:5])
             time.sleep(0.3)
             process.child.process.send_signal(signal.SIGTERM)
@@ -118,7 +119,7 @@ def test_a_request_under_way_is_answered_before_the_end(redis_url, tmp_path):
 
 def test_a_client_that_stalls_does_not_hold_up_the_end(redis_url, tmp_path):
     flags = ["--shutdown-seconds", "1", "--body-seconds", "60"]
-    head = f"POST /v1/namespaces/{'0' * 16}/lookup HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    head = f"POST /v1/namespaces/{'0' * 16}/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
     with (
         served(redis_url, tmp_path, *flags) as process,
         socket.create_connection(("127.0.0.1", process.port), timeout=10) as client,
