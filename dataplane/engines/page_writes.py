@@ -41,7 +41,7 @@ SETTLE_SECONDS: Final = 1.0
 _CLAIM_PAGES: Final = 4096
 _RETRY_SECONDS: Final = 1.0
 _NEGATIVE_ENTRY: Final = "negative_entry"
-"""A page that could not be read a moment ago is not claimed for some seconds, also where it is written anew."""
+"""A page that could not be read a moment ago is not claimed for some seconds, even when written anew."""
 
 
 @dataclass
