@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
+from metadata.codec import PageHashes
 from metadata.errors import FieldError, InvalidInput
 from metadata.namespace import Namespace
 from metadata.page_hash import check_hashes
@@ -115,6 +116,9 @@ def flat_object_keys(namespace_id: str, page_hashes: Sequence[bytes], suffixes: 
     Raises:
         InvalidInput: for a namespace id or a page hash that is none.
     """
+    if len(suffixes) == 1:  # a lookup's leases: one key of each of thousands of pages
+        prefix, suffix = namespace_prefix(namespace_id), suffixes[0]
+        return [f"{prefix}{digits}{suffix}" for digits in _hex_of(page_hashes)]
     return list(chain.from_iterable(object_keys(namespace_id, page_hashes, suffixes)))
 
 
@@ -124,8 +128,15 @@ def join_keys(prefix: str, page_hashes: Sequence[bytes], suffixes: Sequence[str]
     Raises:
         InvalidInput: for a page hash that is none, with its index.
     """
+    starts = [prefix + digits for digits in _hex_of(page_hashes)]
+    return [[start + suffix for suffix in suffixes] for start in starts]
+
+
+def _hex_of(page_hashes: Sequence[bytes]) -> list[str]:
+    if isinstance(page_hashes, PageHashes):  # one run of bytes, checked when it was made
+        return page_hashes.to_hex()
     check_hashes(page_hashes)
-    return [[start + suffix for suffix in suffixes] for start in [prefix + h.hex() for h in page_hashes]]
+    return [h.hex() for h in page_hashes]
 
 
 def parse(key: str) -> ObjectKey:

@@ -12,6 +12,7 @@ from dataplane.engines.link import EngineLink, Joined
 from dataplane.engines.promises import Promises
 from dataplane.lost_pages import LostPages
 from dataplane.messages import control
+from metadata import object_keys
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
 from metadata.pools import AllPages
@@ -78,7 +79,8 @@ class PageLookup:
         keys: list[str] = []
         if limit and name is not None:
             pool = joined.pools.bound[name]
-            keys = pool.keys(joined.namespace_id, page_hashes[:limit])[:: pool.objects_per_page]
+            first = object_keys.suffixes(pool.pool.spec, pool.shards)[:1]
+            keys = object_keys.flat_object_keys(joined.namespace_id, page_hashes[:limit], first)
             absent = np.flatnonzero(~joined.store.exists(keys))
             if absent.size:
                 self._report(joined, page_hashes, found.generation, name, absent)
