@@ -257,6 +257,7 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         """Leave: memory unregistered, store closed, rank removed, thread ended. Again: nothing happens."""
         link, self._link = self._link, None
         if link is not None:
+            self._lookup.close()
             link.close()
 
     def _translated(self) -> dict[str, EnginePool]:
