@@ -191,8 +191,13 @@ def test_a_sweep_renews_no_lease_and_a_look_does(
 ) -> None:
     native = mooncake_store._client
     keys = [object_key(namespace_id, i) for i in range(2)]
-    mooncake_store.put(keys, arena.holding([b"1", b"2"]))
-    mooncake_store.sizes(keys)
+    for _ in range(5):  # a put may meet what another test's left behind on a busy master
+        if (
+            not mooncake_store.put(keys, arena.holding([b"1", b"2"])).any()
+            and min(mooncake_store.sizes(keys)) > 0
+        ):
+            break
+    assert mooncake_store.sizes(keys).tolist() == [1, 1]
     mooncake_store.exists(keys, renew=False)
     list(mooncake_store.keys(""))
     assert native.remove(keys[0]) == 0  # an unforced removal refuses what is leased

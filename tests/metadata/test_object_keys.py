@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from metadata.codec import PageHashes
 from metadata.errors import InvalidInput
 from metadata.namespace import Namespace, fingerprint
 from metadata.object_keys import (
@@ -311,3 +312,12 @@ def test_the_largest_manifest_there_can_be_is_read():
 def test_no_bytes_make_the_manifest_parser_fail_otherwise(raw):
     with pytest.raises(InvalidInput):
         parse_manifest(raw)
+
+
+def test_hashes_as_one_run_of_bytes_give_the_same_keys():
+    spec = PoolSpec("kv", (Part("k", "bfloat16", 8), Part("v", "bfloat16", 8)))
+    listed = [bytes([i]) * 32 for i in range(5)]
+    for named in (suffixes(spec, [0]), suffixes(spec, [0])[:1]):
+        expected = flat_object_keys("0" * 16, listed, named)
+        assert flat_object_keys("0" * 16, PageHashes.of(listed), named) == expected
+        assert len(set(expected)) == 5 * len(named)

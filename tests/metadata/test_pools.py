@@ -251,6 +251,11 @@ def test_a_pool_of_a_name_nobody_heard_of_is_accepted():
         ([pool("swa"), pool("kv", "swa")], [("pools[1].indices_from", "anchor")]),
         ([pool("kv"), pool("swa", logical=True)], [("pools[1].logical", "not_anchor")]),
         ([pool("kv", logical=True)], [("pools", "anchor_without_bytes")]),
+        (
+            [pool("swa"), replace(pool("kv"), hit_policy=BlockGroups(1, 1))],
+            [("pools[1].hit_policy.kind", "anchor")],
+        ),
+        ([replace(pool("kv"), hit_policy=TrailingPages(1))], [("pools[0].hit_policy.kind", "anchor")]),
         ([pool("kv", logical=True), pool("swa")], [("pools", "anchor_without_bytes")]),
         ([pool("kv")] + [pool(f"p{i}") for i in range(MAX_POOL_VARIANTS)], [("pools", "too_many")]),
     ],
