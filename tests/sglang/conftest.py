@@ -116,6 +116,17 @@ if HERE:
                 url, "mooncake", redis_server.url, tmp_path_factory.mktemp("none"), cluster.master
             )
 
+    @pytest.fixture
+    def mortal_plane(
+        tmp_path: Path, redis_server: EmbeddedRedis
+    ) -> Iterator[tuple[ControlPlane, MooncakeCluster]]:
+        """A control plane over a Mooncake cluster that may be killed."""
+        with MooncakeCluster(64 << 20) as mortal:
+            store = StoreSettings(kind="mooncake", master=mortal.master)
+            settings = Settings(redis_url=redis_server.url, port=free_port(), store=store)
+            with serving(settings) as url:
+                yield ControlPlane(url, "mooncake", redis_server.url, tmp_path, mortal.master), mortal
+
     @pytest.fixture(params=["file", "mooncake"])
     def plane(request: pytest.FixtureRequest) -> ControlPlane:
         """A control plane over each store."""

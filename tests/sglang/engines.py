@@ -343,9 +343,17 @@ class Engine:
 
     def prefetch(self, tokens: list[int], request: str = "r") -> int:
         """Prefetch a prompt from L3 and wait; return how many of its tokens are there then."""
+        return self.end_prefetch(tokens, self.begin_prefetch(tokens, request))
+
+    def begin_prefetch(self, tokens: list[int], request: str = "r") -> CacheRequestHandle:
+        """Have SGLang prefetch a prompt from L3."""
         handle = CacheRequestHandle(request, 0)
         self.tree.prefetch_from_storage(handle, self.tree.root_node_handle(), array("q", tokens), None, None)
-        self.steps._run_prefetch_to_completion(self.tree, handle, timeout=60)
+        return handle
+
+    def end_prefetch(self, tokens: list[int], handle: CacheRequestHandle, seconds: float = 60) -> int:
+        """Wait for a prefetch; return how many tokens of the prompt are there then."""
+        self.steps._run_prefetch_to_completion(self.tree, handle, timeout=seconds)
         match = self._match(tokens)
         return int(match.device_prefix_len + match.host_hit_length)
 

@@ -42,7 +42,8 @@ def written(plane, model="full"):
     extra = plane.extra()
     with engine(extra, model=model) as one:
         tokens = one.tokens(PAGES)
-        return {**extra, "engine_id": "other"}, tokens, one.produce(tokens)
+        reader = extra["engine_id"] + "-reader"
+        return {**extra, "engine_id": reader}, tokens, one.produce(tokens)
 
 
 def test_an_engine_starts_without_a_control_plane_and_attaches_when_it_comes_smoke(file_plane):
@@ -239,6 +240,27 @@ def test_a_flipped_byte_in_a_store_without_checksums_shows_in_the_device_bytes(m
         differing = sum(int((a != b).sum()) for a, b in zip(restored, made, strict=True))
         assert differing == 1
         one.assert_at_rest(holds=True)
+
+
+@pytest.mark.timeout(240)
+def test_a_storage_node_that_dies_is_a_miss_at_the_deadline_of_bounce_buffers_or_when_mooncake_gives_up(
+    mortal_plane,
+):
+    """Mooncake blocks a minute on the dead node: both engines wait at the same time."""
+    plane, cluster = mortal_plane
+    extra, tokens, _ = written(plane)
+    bounced = {**extra, "engine_id": "bounced", "store": {"bounce_mib": 4, "call_seconds": 2.0}}
+    with engine(extra) as patient, engine(bounced) as quick:
+        cluster.kill_node()
+        waiting = patient.begin_prefetch(tokens)
+        start = time.monotonic()
+        assert quick.end_prefetch(tokens, quick.begin_prefetch(tokens)) == 0
+        took = time.monotonic() - start
+        quick.assert_at_rest(holds=False)
+        assert patient.end_prefetch(tokens, waiting, seconds=150) == 0
+        blocked = time.monotonic() - start
+        patient.assert_at_rest(holds=False)
+        assert took < blocked
 
 
 def test_detach_and_attach_again_twice(plane):
