@@ -242,7 +242,7 @@ def main() -> int:
     parser.add_argument("--pages", default="128,512,2048")
     parser.add_argument("--sets", default="dsv4,mha")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--segment-gib", type=int, default=8)
+    parser.add_argument("--segment-gib", type=int, default=12)
     told = parser.parse_args()
     sizes = [int(n) for n in told.pages.split(",")]
     rows = []
