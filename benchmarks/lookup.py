@@ -101,7 +101,7 @@ class Rank:
     def commit(self, pages: PageHashes) -> None:
         """Claim all pages in all pools."""
         stored = {
-            p.spec.name: StoredPool(pages="all", shards=list(p.owned_shards))
+            p.spec.name: StoredPool(pages="all", shards=list(p.owned_shards), pool_id=p.spec.pool_id)
             for p in self.pools
             if not p.spec.logical
         }

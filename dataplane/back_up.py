@@ -217,7 +217,9 @@ class BackUp:
             yield (
                 call,
                 {
-                    n: control.StoredPool(pages=_page_set(said.pages), shards=said.shards)
+                    n: control.StoredPool(
+                        pages=_page_set(said.pages), shards=said.shards, pool_id=self._pools.bound[n].spec.pool_id
+                    )
                     for n, said in call.items()
                 },
             )

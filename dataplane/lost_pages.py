@@ -84,7 +84,10 @@ class LostPages:
             for call in statements(facts):
                 missing = {
                     name: control.MissingPool(
-                        pages=page_runs(said.pages), shards=said.shards, reason=_REASONS[said.reason]
+                        pages=page_runs(said.pages),
+                        shards=said.shards,
+                        reason=_REASONS[said.reason],
+                        pool_id=self._pools.bound[name].spec.pool_id,
                     )
                     for name, said in call.items()
                 }

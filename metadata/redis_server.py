@@ -10,7 +10,7 @@ import hashlib
 import importlib.resources
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from redis import exceptions as driver
 
@@ -32,17 +32,7 @@ ScriptName = Literal[
     "remove_rank",
     "renew_rank",
 ]
-SCRIPT_NAMES: Final[tuple[ScriptName, ...]] = (
-    "allocate_bits",
-    "clear_claims",
-    "commit_pages",
-    "flush_counts",
-    "join_namespace",
-    "leave_namespace",
-    "register_rank",
-    "remove_rank",
-    "renew_rank",
-)
+SCRIPT_NAMES: Final[tuple[ScriptName, ...]] = get_args(ScriptName)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,13 @@ class PoolPages:
         pages: `"all"` or inclusive runs of indices into the call's page hashes.
         shards: shards of the variant.
         reason: for missing pages, what the reader saw.
+        pool_id: the variant that was written or read; None means the one that the rank registered last.
     """
 
     pages: PageSet
     shards: tuple[int, ...]
     reason: str = ""
+    pool_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ class StoredPages:
     ) -> tuple[NamespaceView, RankRecord]:
         view = await self.registry.namespace(tenant, namespace_id)
         record = await self.registry.rank(tenant, *who)
-        if any(record.pool(name) is None for name in pools) or record.namespace_id != namespace_id:
+        known = all(_is_variant(record.pool(name), item) for name, item in pools.items())
+        if not known or record.namespace_id != namespace_id:
             record = await self.registry.rank(tenant, *who, fresh=True)
         if record.namespace_id != namespace_id:
             detail = f"is registered in namespace {record.namespace_id}"
@@ -155,6 +158,10 @@ class StoredPages:
         return view, record
 
 
+def _is_variant(pool: RankPool | None, item: PoolPages) -> bool:
+    return pool is not None and item.pool_id in {None, pool.spec.pool_id}
+
+
 def _own_pool(record: RankRecord, name: str, item: PoolPages, field: str) -> RankPool:
     pool = record.pool(name)
     if pool is None:
@@ -163,6 +170,12 @@ def _own_pool(record: RankRecord, name: str, item: PoolPages, field: str) -> Ran
     if pool.spec.logical:
         raise InvalidInput(
             "the pool has no bytes", [FieldError(f"{field}.{name}", "logical", "is logical and never stored")]
+        )
+    if not _is_variant(pool, item):
+        # Said by an earlier life of the rank: true of another variant, and of no page of this one.
+        detail = f"is {item.pool_id}, the rank registered {pool.spec.pool_id} since; register again"
+        raise InvalidInput(
+            "another variant", [FieldError(f"{field}.{name}.pool_id", "other_variant", detail)]
         )
     # Whoever needs room in a store evicts what anybody wrote, and is the only one to know.
     allowed = range(pool.spec.shard_count) if item.reason == EVICTED else pool.owned_shards

@@ -62,7 +62,7 @@ async def commit(
 ) -> Response:
     """Claim pages that are stored and confirmed."""
     body = await bodies.read(request, context, CommitRequest)
-    stored = {name: PoolPages(p.pages, tuple(p.shards)) for name, p in body.stored.items()}
+    stored = {name: PoolPages(p.pages, tuple(p.shards), pool_id=p.pool_id) for name, p in body.stored.items()}
     who = (body.engine_id, body.rank)
     done = await context.pages.commit(tenant, namespace_id, who, body.page_hashes, stored)
     context.metrics.commit(done)
@@ -78,7 +78,9 @@ async def missing(
 ) -> Response:
     """Report pages that could not be read; their claims are cleared at once."""
     body = await bodies.read(request, context, MissingRequest)
-    gone = {name: PoolPages(p.pages, tuple(p.shards), p.reason) for name, p in body.missing.items()}
+    gone = {
+        name: PoolPages(p.pages, tuple(p.shards), p.reason, p.pool_id) for name, p in body.missing.items()
+    }
     cleared, stale = await context.pages.missing(
         tenant,
         namespace_id,

@@ -13,6 +13,7 @@ from api.schemas.wire import (
     Generation,
     HashList,
     PageSetField,
+    PoolId,
     PoolName,
     RankName,
     ShardList,
@@ -25,10 +26,14 @@ LossReason: TypeAlias = Literal["gone", "size_mismatch", "timeout", "checksum", 
 
 
 class StoredPool(Body):
-    """Pages of one pool whose objects are confirmed, on these shards."""
+    """Pages of one pool whose objects are confirmed, on these shards.
+
+    `pool_id` says of which variant; left out, of the one that the rank has registered last.
+    """
 
     pages: PageSetField
     shards: ShardList
+    pool_id: PoolId | None = None
 
 
 class MissingPool(Body):
@@ -41,6 +46,7 @@ class MissingPool(Body):
     shards: ShardList
     reason: LossReason
     size_seen: Count | None = None
+    pool_id: PoolId | None = None
 
 
 class CommitRequest(Body):

@@ -236,11 +236,12 @@ class LookupResult(Message, frozen=True, kw_only=True, omit_defaults=True):
     pages: list[ExplainedPage] | None = None
 
 
-class StoredPool(Request, frozen=True, kw_only=True):
-    """Pages of one pool whose objects are confirmed, on these shards."""
+class StoredPool(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """Pages of one pool whose objects are confirmed, on these shards; `pool_id` says of which variant."""
 
     pages: PageSet
     shards: list[Count]
+    pool_id: str | None = None
 
 
 class CommitRequest(Request, frozen=True, kw_only=True):
@@ -275,6 +276,7 @@ class MissingPool(Request, frozen=True, kw_only=True, omit_defaults=True):
     shards: list[Count]
     reason: Literal["gone", "size_mismatch", "timeout", "checksum", "evicted"]
     size_seen: Count | None = None
+    pool_id: str | None = None
 
 
 class MissingRequest(Request, frozen=True, kw_only=True):
