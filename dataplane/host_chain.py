@@ -1,0 +1,52 @@
+"""The page hashes of a call to the host tier, as a checked list.
+
+Pure: values in, values out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from metadata.codec import PageHashes
+from metadata.errors import FieldError, InvalidInput
+from metadata.page_hash import HASH_BYTES
+
+
+def chain_of(page_hashes: Sequence[bytes], parent: bytes | None, *, distinct: bool = True) -> list[bytes]:
+    """Return the hashes of a call as a list.
+
+    Args:
+        page_hashes: pages of the call, in order.
+        parent: the page before them, None where they begin the sequence.
+        distinct: refuse a page that comes twice; a chain of hashes cannot have one.
+
+    Raises:
+        InvalidInput: names the first hash that is none or comes twice.
+    """
+    if isinstance(page_hashes, PageHashes):
+        raw = page_hashes.raw
+        hashes = [raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES)]
+    else:
+        hashes = list(page_hashes)
+    if {*map(len, hashes)} - {HASH_BYTES} or (parent is not None and len(parent) != HASH_BYTES):
+        at = next((i for i, h in enumerate(hashes) if len(h) != HASH_BYTES), None)
+        field = "parent" if at is None else f"page_hashes[{at}]"
+        raise _refused(field, "bad_hash", f"a page hash has {HASH_BYTES} bytes")
+    if distinct:
+        seen = set(hashes)
+        if len(seen) != len(hashes) or parent in seen:
+            raise _refused(_repeated(hashes, parent), "duplicate", "comes twice; a page follows other pages")
+    return hashes
+
+
+def _repeated(hashes: list[bytes], parent: bytes | None) -> str:
+    seen = {parent}
+    for i, page_hash in enumerate(hashes):
+        if page_hash in seen:
+            return f"page_hashes[{i}]"
+        seen.add(page_hash)
+    raise AssertionError("no page comes twice")
+
+
+def _refused(field: str, code: str, detail: str) -> InvalidInput:
+    return InvalidInput("the pages are no chain of page hashes", [FieldError(field, code, detail)])
