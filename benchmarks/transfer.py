@@ -32,7 +32,7 @@ from dataplane.host_memory import HostMemory
 from dataplane.mooncake_store import MooncakeStore
 from dataplane.page_mover import NO_SLOT
 from metadata.codec import PageHashes
-from metadata.object_keys import group_id
+from metadata.object_keys import group_ids
 from metadata.pools import Part, PoolSpec, RankPool, TrailingPages
 
 DEEPSEEK_V4 = [
@@ -77,7 +77,7 @@ class Side:
             used = np.flatnonzero(self.slots[pool.name] != NO_SLOT)
             named = [hashes[i] for i in used.tolist()]
             buffers = pool.buffers(self.slots[pool.name][used])
-            groups = [group_id(ns, h) for h in named for _ in range(pool.objects_per_page)]
+            groups = [g for g in group_ids(ns, named) for _ in range(pool.objects_per_page)]
             yield pool.keys(ns, named), buffers, groups
 
     def raw_put(self, hashes: PageHashes) -> float:

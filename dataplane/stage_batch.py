@@ -64,7 +64,7 @@ class StageBatch:
         """The lease group of each object: one a page, the same in all its pools."""
         found: list[str] = []
         for m in self.members:
-            pages = object_keys.flat_object_keys(self.namespace_id, self._hashes(m), [""])
+            pages = object_keys.group_ids(self.namespace_id, self._hashes(m))
             found += [page for page in pages for _ in range(m.pool.objects_per_page)]
         return found
 

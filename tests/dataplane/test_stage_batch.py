@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dataplane.bound_pool import BoundPool
 from dataplane.host_memory import HostMemory
 from dataplane.stage_batch import PoolPages, StageBatch
-from metadata.object_keys import group_id, parse
+from metadata.object_keys import group_ids, parse
 from metadata.pools import AllPages, Part, PoolSpec, RankPool
 from tests.dataplane.mover_world import NS, hashes_of, page_hash, shapes
 
@@ -39,7 +39,7 @@ def test_keys_groups_sizes_and_buffers_speak_of_the_same_objects(case):
         found, slot_of = memories[named.pool_id]
         expected = found[named.shard].fragments(slot_of[number[named.page_hash]], named.part)
         assert batch.buffers.fragments(i)[0] == [int(f.ctypes.data) for f in expected]
-        assert batch.groups[i] == group_id(NS, named.page_hash)
+        assert batch.groups[i] == group_ids(NS, [named.page_hash])[0]
 
 
 @settings(deadline=None, max_examples=60)
