@@ -216,13 +216,12 @@ class BackUp:
         for call in statements(facts):
             yield (
                 call,
-                {
-                    n: control.StoredPool(
-                        pages=_page_set(said.pages), shards=said.shards, pool_id=self._pools.bound[n].spec.pool_id
-                    )
-                    for n, said in call.items()
-                },
+                {n: self._claim(n, said) for n, said in call.items()},
             )
+
+    def _claim(self, name: str, said: Statement) -> control.StoredPool:
+        pool_id = self._pools.bound[name].pool.spec.pool_id
+        return control.StoredPool(pages=_page_set(said.pages), shards=said.shards, pool_id=pool_id)
 
     def _note(self, here: slice, call: dict[str, Statement], result: control.CommitResult) -> None:
         refused = {n: np.zeros_like(said.pages) for n, said in call.items()}

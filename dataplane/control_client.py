@@ -34,8 +34,14 @@ __all__ = [
 
 _OK: Final = range(200, 300)
 _REFUSED: Final = range(400, 600)
-_ATTEMPTS: Final = 2
-_JITTER_SECONDS: Final = 0.02
+_ATTEMPTS: Final = tenacity.Retrying(
+    stop=tenacity.stop_after_attempt(2),
+    wait=tenacity.wait_random(0, 0.02),
+    retry=tenacity.retry_if_exception(lambda e: isinstance(e, NoAnswer) and e.before_answer),
+    reraise=True,
+)
+"""Safe to use from several threads; made once, since making it takes as long as sending a request."""
+
 _IDENTITY: Final = {"engine_id": ENGINE_ID, "rank": RANK, "incarnation": r"[A-Za-z0-9._-]{1,64}"}
 """What ends up in a path must not change it."""
 
@@ -262,14 +268,8 @@ class ControlClient:
             headers["authorization"] = f"Bearer {self._settings.token}"
         allowed = self._settings.call_seconds if seconds is None else seconds
         deadline = Deadline(allowed)
-        attempts = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(_ATTEMPTS),
-            wait=tenacity.wait_random(0, min(_JITTER_SECONDS, allowed / 10)),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, NoAnswer) and e.before_answer),
-            reraise=True,
-        )
         try:
-            return attempts(self._http.exchange, method, path, content, headers, deadline)
+            return _ATTEMPTS(self._http.exchange, method, path, content, headers, deadline)
         except NoAnswer as error:
             what = f"{method} {path} at {self._settings.url} failed within {allowed} s"
             raise ControlPlaneAway(f"{what}: {error}") from error

@@ -2,24 +2,29 @@
 
 The time-outs of HTTP clients hold for one operation on the socket. A server that sends a byte every 100 ms
 then holds its caller for as long as it likes, header by header, and so does a host name with many addresses.
-Here the value that the HTTP library passes down as a time-out is the moment at which the exchange ends, and
-the socket's time-out is what is left until then.
+Here the time-out of every operation on the socket is what is left until the exchange must end.
+
+A request is a few lines and its body, sent at once. Answers are read by the standard library: of the clients
+tried it takes the least time, and a lookup's answer is waited for by a scheduler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import http.client
+import io
 import queue
+import re
 import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
-
-import httpcore
+from urllib.parse import urlsplit
 
 from metadata.errors import FieldError, InvalidInput
 
@@ -28,10 +33,11 @@ MAX_ANSWER_BYTES: Final = 64 << 20
 
 _KEEP_SECONDS: Final = 30.0
 _MAX_IDLE: Final = 16
-_WRITE_BYTES: Final = 256 << 10
+_READ_BYTES: Final = 64 << 10
+_PORTS: Final = {"http": 80, "https": 443}
+_ONE_LINE: Final = re.compile(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?")
 
 _Address: TypeAlias = tuple[Any, ...]
-_Options: TypeAlias = Iterable[tuple[Any, ...]]
 
 
 class NoAnswer(Exception):
@@ -54,20 +60,19 @@ class Answer:
     content: bytes
 
 
-class Deadline(float):
-    """The moment at which an exchange ends, on the monotonic clock; travels where a time-out would.
+class Deadline:
+    """The moment at which an exchange ends.
 
     Attributes:
         answered: whether a byte of an answer came.
     """
 
-    answered: bool
+    __slots__ = ("_at", "answered")
 
-    def __new__(cls, seconds: float) -> Deadline:
-        """Return the deadline that is `seconds` from now."""
-        made = super().__new__(cls, time.monotonic() + seconds)
-        made.answered = False
-        return made
+    def __init__(self, seconds: float) -> None:
+        """Make the deadline that is `seconds` from now."""
+        self._at = time.monotonic() + seconds
+        self.answered = False
 
     def left(self) -> float:
         """Return the seconds left.
@@ -75,10 +80,50 @@ class Deadline(float):
         Raises:
             TimeoutError: none are.
         """
-        seconds = self - time.monotonic()
+        seconds = self._at - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("the deadline has passed")
         return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """Where requests go.
+
+    Attributes:
+        tls: None without.
+        authority: the value of `Host`.
+        path: what comes before every path.
+    """
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    authority: str
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> _Server:
+        """Read a URL.
+
+        Raises:
+            InvalidInput: for a URL that is none.
+        """
+        try:
+            parsed = urlsplit(url.rstrip("/"))
+            port, host = parsed.port, parsed.hostname or ""
+            parts = (parsed.netloc, parsed.path or "-", host)
+            usable = parsed.scheme in _PORTS and not (parsed.query or parsed.fragment or parsed.username)
+            usable = usable and port != 0 and all(_ONE_LINE.fullmatch(part) for part in parts)
+        except ValueError:
+            usable = False
+        if not usable:
+            detail = f"is {url!r}, give it as http://host:port"
+            raise InvalidInput(
+                "the control plane has no such address", [FieldError("url", "bad_url", detail)]
+            )
+        tls = ssl.create_default_context() if parsed.scheme == "https" else None
+        return cls(host, port or _PORTS[parsed.scheme], tls, parsed.netloc, parsed.path)
 
 
 class DeadlineHttp:
@@ -88,24 +133,28 @@ class DeadlineHttp:
         """Connect on first use.
 
         Args:
-            url: of the server, `http` or `https`, with or without a path.
+            url: of the server, `http` or `https`, with or without a path. Whom TLS trusts is the machine's
+                business (`SSL_CERT_FILE`).
 
         Raises:
             InvalidInput: for a URL that is none.
         """
-        self._base = _checked(url)
-        self._pool = httpcore.ConnectionPool(
-            max_connections=None,
-            max_keepalive_connections=_MAX_IDLE,
-            keepalive_expiry=_KEEP_SECONDS,
-            network_backend=_DeadlineBackend(),
-        )
+        self._server = _Server.of(url)
+        self._resolver = _Resolver()
+        self._lock = threading.Lock()
+        self._idle: deque[tuple[float, _Connection]] = deque()
+        self._busy: set[_Connection] = set()
         self._closed = False
 
     def close(self) -> None:
         """Close all connections; again: nothing happens. A running exchange ends as failed."""
-        self._closed = True
-        self._pool.close()
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, deque()
+            for connection in self._busy:
+                connection.interrupt()
+        for _, connection in idle:
+            connection.close()
 
     def exchange(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str], deadline: Deadline
@@ -116,123 +165,199 @@ class DeadlineHttp:
             NoAnswer: none came until the deadline, the connection failed, the peer speaks no HTTP, or
                 the client is closed.
         """
-        if self._closed:
-            raise NoAnswer("the client is closed", before_answer=False)
+        request = self._request(method, path, content, headers)
         try:
-            left = deadline.left()
-            with self._pool.stream(
-                method,
-                self._base + path,
-                headers=list(headers.items()),
-                content=content,
-                extensions={
-                    "timeout": {"pool": left, **dict.fromkeys(("connect", "read", "write"), deadline)}
-                },
-            ) as response:
-                return Answer(response.status, b"".join(_bounded(response.iter_stream())))
-        except (httpcore.TimeoutException, TimeoutError) as error:
-            raise NoAnswer(f"no answer in time ({type(error).__name__})", before_answer=False) from error
-        except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
-            raise NoAnswer(f"{type(error).__name__}: {error}", before_answer=not deadline.answered) from error
-        except Exception as error:
-            # A connection that is closed under a running exchange fails in ways of its own.
+            connection = self._connection(deadline)
+            try:
+                answer = connection.exchange(method, request, deadline)
+            except BaseException:
+                self._release(connection, good=False)
+                raise
+            self._release(connection, good=connection.reusable)
+        except TimeoutError as error:
+            raise NoAnswer(f"no answer in time ({error})", before_answer=False) from error
+        except (http.client.HTTPException, OSError, ValueError) as error:
             if self._closed:
                 raise NoAnswer("the client is closed", before_answer=False) from error
-            raise
+            raise NoAnswer(f"{type(error).__name__}: {error}", before_answer=not deadline.answered) from error
+        return answer
+
+    def _request(self, method: str, path: str, content: bytes | None, headers: Mapping[str, str]) -> bytes:
+        lines = [
+            f"{method} {self._server.path}{path} HTTP/1.1",
+            f"host: {self._server.authority}",
+            *(f"{name}: {value}" for name, value in headers.items()),
+        ]
+        if content is not None:
+            lines.append(f"content-length: {len(content)}")
+        for line in lines:
+            if not _ONE_LINE.fullmatch(line):
+                raise InvalidInput(
+                    "no such request can be made", [FieldError("path", "bad_format", f"{line!r} is no line")]
+                )
+        return "\r\n".join([*lines, "", ""]).encode("ascii") + (content or b"")
+
+    def _connection(self, deadline: Deadline) -> _Connection:
+        """Return an idle connection that the peer still holds, or a new one; it is busy from here on."""
+        oldest = time.monotonic() - _KEEP_SECONDS
+        while True:
+            with self._lock:
+                self._check_open()
+                if not self._idle:
+                    break
+                since, connection = self._idle.pop()
+                self._busy.add(connection)
+            if since > oldest and not connection.is_readable:
+                return connection
+            self._release(connection, good=False)
+        connection = _Connection(self._connect(deadline))
+        with self._lock:
+            if not self._closed:
+                self._busy.add(connection)
+                return connection
+        connection.close()
+        raise NoAnswer("the client is closed", before_answer=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise NoAnswer("the client is closed", before_answer=False)
+
+    def _release(self, connection: _Connection, *, good: bool) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            kept = good and not self._closed
+            if kept:
+                self._idle.append((time.monotonic(), connection))
+            spare = self._idle.popleft()[1] if len(self._idle) > _MAX_IDLE else None
+        if not kept:
+            connection.close()
+        if spare is not None:
+            spare.close()
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
+        server = self._server
+        found = self._resolver.addresses(server.host, server.port, deadline)
+        for i, address in enumerate(found):
+            # An address that swallows packets leaves time for those after it.
+            seconds = deadline.left() / (len(found) - i)
+            try:
+                sock = socket.create_connection(address[:2], timeout=seconds)
+            except OSError:
+                if i + 1 == len(found):
+                    raise
+                continue
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if server.tls is not None:
+                    sock.settimeout(deadline.left())
+                    sock = server.tls.wrap_socket(sock, server_hostname=server.host)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        raise OSError(f"{server.host} has no address")
 
 
-def _checked(url: str) -> str:
-    try:
-        parsed = httpcore.URL(url.rstrip("/"))
-        port = parsed.port
-        usable = parsed.scheme in {b"http", b"https"} and parsed.host and (port is None or 0 < port <= 65_535)  # noqa: PLR2004
-    except (ValueError, TypeError, AttributeError):
-        usable = False
-    if not usable:
-        detail = f"is {url!r}, give it as http://host:port"
-        raise InvalidInput("the control plane has no such address", [FieldError("url", "bad_url", detail)])
-    return url.rstrip("/")
+class _Connection:
+    """One connection; used by one thread at a time, but for `interrupt`.
 
-
-def _bounded(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    size = 0
-    for chunk in chunks:
-        size += len(chunk)
-        if size > MAX_ANSWER_BYTES:
-            raise httpcore.RemoteProtocolError(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
-        yield chunk
-
-
-class _DeadlineStream(httpcore.NetworkStream):
-    """A socket whose operations end at the deadline of the exchange."""
+    Attributes:
+        reusable: whether the last exchange left it fit for another.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._raw = _DeadlineReader(sock)
+        self._reader = _Reader(self._raw, _READ_BYTES)
+        self.reusable = False
 
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        deadline = _deadline(timeout)
-        with _mapped(httpcore.ReadTimeout, httpcore.ReadError):
-            self._socket.settimeout(deadline.left())
-            data = self._socket.recv(max_bytes)
-        deadline.answered |= bool(data)
-        return data
+    def exchange(self, method: str, request: bytes, deadline: Deadline) -> Answer:
+        """Send a request and read its answer.
 
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        deadline, rest = _deadline(timeout), memoryview(buffer)
-        with _mapped(httpcore.WriteTimeout, httpcore.WriteError):
-            while rest:
-                self._socket.settimeout(deadline.left())
-                rest = rest[self._socket.send(rest[:_WRITE_BYTES]) :]
+        Raises:
+            TimeoutError: at the deadline.
+            OSError, HTTPException: the connection failed, or what came is no answer.
+        """
+        self.reusable = False
+        self._raw.deadline = deadline
+        self._socket.settimeout(deadline.left())  # holds for all of `sendall`
+        self._socket.sendall(request)
+        # It asks for the socket's reading side, and uses nothing else of a socket.
+        response = http.client.HTTPResponse(self, method=method)  # type: ignore[arg-type]
+        try:
+            response.begin()
+            content = _content(response)
+        finally:
+            response.close()
+            self._raw.deadline = None
+        # What came beside the answer would be taken for the next one.
+        self.reusable = not response.will_close and not self._reader.peek(1)
+        return Answer(response.status, content)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Return where an answer is read from."""
+        return self._reader
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the peer sent something, or closed: an idle connection is then of no use."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def interrupt(self) -> None:
+        """Make what another thread is waiting for here fail."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close it."""
         self._socket.close()
 
-    def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.NetworkStream:
-        try:
-            with _mapped(httpcore.ConnectTimeout, httpcore.ConnectError):
-                self._socket.settimeout(_deadline(timeout).left())
-                return _DeadlineStream(ssl_context.wrap_socket(self._socket, server_hostname=server_hostname))
-        except BaseException:
-            self.close()
-            raise
 
-    def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable":  # the library asks this of an idle connection before it uses it again
-            return _is_readable(self._socket)
-        return self._socket if info == "socket" else None
+def _content(response: http.client.HTTPResponse) -> bytes:
+    """Return the body of an answer.
+
+    Raises:
+        HTTPException: it is too long, or cut off.
+    """
+    if response.length is not None and response.length <= MAX_ANSWER_BYTES:
+        return response.read()
+    content = response.read(MAX_ANSWER_BYTES + 1) if response.length is None else b""
+    if response.length is not None or len(content) > MAX_ANSWER_BYTES:
+        raise http.client.HTTPException(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
+    return content
 
 
-class _DeadlineBackend(httpcore.NetworkBackend):
-    """Opens connections within the deadline of the exchange."""
+class _Reader(io.BufferedReader):
+    """What was read and not yet taken; outlives the answers that are read from it."""
 
-    def __init__(self) -> None:
-        self._resolver = _Resolver()
+    def close(self) -> None:
+        """Stay open: the response closes what it reads from, the connection is kept."""
 
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: _Options | None = None,
-    ) -> httpcore.NetworkStream:
-        deadline = _deadline(timeout)
-        with _mapped(httpcore.ConnectTimeout, httpcore.ConnectError):
-            found = self._resolver.addresses(host, port, deadline)
-            for i, address in enumerate(found):
-                # An address that swallows packets leaves time for those after it.
-                seconds = deadline.left() / (len(found) - i)
-                try:
-                    sock = socket.create_connection(address[:2], timeout=seconds)
-                except OSError:
-                    if i + 1 == len(found):
-                        raise
-                    continue
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                return _DeadlineStream(sock)
-            raise OSError(f"{host} has no address")
+
+class _DeadlineReader(io.RawIOBase):
+    """The reading side of a socket.
+
+    Attributes:
+        deadline: of the exchange; None between two of them, when nothing is read.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self._socket = sock
+        self.deadline: Deadline | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if self.deadline is None:
+            return None
+        self._socket.settimeout(self.deadline.left())
+        count = self._socket.recv_into(buffer)
+        self.deadline.answered |= count > 0
+        return count
 
 
 class _Resolver:
@@ -282,28 +407,3 @@ class _Resolver:
 
 def _addresses(host: str, port: int, flags: int) -> list[_Address]:
     return [found[4] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
-
-
-def _deadline(timeout: float | None) -> Deadline:
-    if not isinstance(timeout, Deadline):  # every exchange passes one
-        raise TypeError(f"{timeout!r} is no deadline")
-    return timeout
-
-
-@contextlib.contextmanager
-def _mapped(on_time_out: type[Exception], on_failure: type[Exception]) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise on_time_out(str(error)) from error
-    except OSError as error:
-        raise on_failure(str(error)) from error
-
-
-def _is_readable(sock: socket.socket) -> bool:
-    """Return whether the peer sent something, or closed: an idle connection is then of no use."""
-    if sock.fileno() < 0:
-        return True
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))

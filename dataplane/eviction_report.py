@@ -91,9 +91,12 @@ class EvictionReport:
                 for e in mine:
                     holds[order[e.page_hash], shards.index(e.shard)] = True
                 facts[name] = PoolFacts(shards, holds, np.zeros(len(order), np.int8))
+        pool_ids = {name: pool_id for pool_id, name in self._names.items()}
         for call in statements(facts):
             missing = {
-                name: control.MissingPool(pages=page_runs(said.pages), shards=said.shards, reason="evicted")
+                name: control.MissingPool(
+                    pages=page_runs(said.pages), shards=said.shards, reason="evicted", pool_id=pool_ids[name]
+                )
                 for name, said in call.items()
             }
             # Without a generation, since nobody looked the pages up. A claim made since then is cleared

@@ -87,7 +87,7 @@ class LostPages:
                         pages=page_runs(said.pages),
                         shards=said.shards,
                         reason=_REASONS[said.reason],
-                        pool_id=self._pools.bound[name].spec.pool_id,
+                        pool_id=self._pools.bound[name].pool.spec.pool_id,
                     )
                     for name, said in call.items()
                 }

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -56,20 +56,44 @@ class IndexSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Losses:
+    """Why pools of one page are absent.
+
+    Attributes:
+        notes: bit -> what the last cleared claim left.
+        stored: bit -> bitmap of the shards that are stored while the pool is incomplete.
+    """
+
+    notes: Mapping[bytes, bytes]
+    stored: Mapping[bytes, bytes]
+
+    def of(self, bit: int) -> tuple[Note | None, list[int]]:
+        """Return the note on a pool, and the shards of it that are stored."""
+        field = b"%d" % bit
+        note = None
+        if (raw := self.notes.get(field)) is not None:
+            reason, when, shards = raw.split(b" ", 2)
+            note = Note(reason.decode(), int(when), shards_in(shards))
+        return note, shards_in(self.stored.get(field, b""))
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """What the index holds of a row of pages.
 
     Attributes:
         restorable: which lengths the gating pools allow.
-        presence: per pool, over the queried pages; pages beyond `pages_read` count as absent.
+        presence: per pool, over the `pages_read` leading pages; those after them count as absent.
         generations: one byte a queried page, to fence a later `missing`.
         pages_read: how many pages were read before no longer length was possible.
+        first_losses: what is known of the first page's absent pools; None where there is no page.
     """
 
     restorable: Restorable
     presence: Mapping[str, BoolArray]
     generations: bytes
     pages_read: int
+    first_losses: Losses | None = None
 
 
 class PageIndex:
@@ -101,27 +125,39 @@ class PageIndex:
         hashes = page_wire.hash_rows(page_hashes)
         total = len(hashes)
         values = np.zeros((total, page_wire.VALUE_BYTES), np.uint8)
+        # Most prompts that end early end at their first page: why comes along, not by a call of its own.
+        beside = _loss_commands(namespace_id, page_hashes[0]) if total else []
+        answers: list[Any] = []
         read = 0
         for size in _chunk_sizes(total):
-            values[read : read + size] = await self._values(namespace_id, hashes[read : read + size])
+            part, answered = await self._values(namespace_id, hashes[read : read + size], beside)
+            values[read : read + size] = part
+            answers, beside = answers or answered, []
             read += size
             if (
                 read < total
                 and dead_end(_presence(values[:read], pools), policies, queried_pages=total) is not None
             ):
                 break
-        presence = _presence(values, pools)
+        # A dead end holds whatever comes after it, so what was not read need not be looked at.
+        presence = _presence(values[:read], pools)
         prefix = None
         if prefix_hashes:
-            prefix = _presence(await self._values(namespace_id, page_wire.hash_rows(prefix_hashes)), pools)
+            before, _ = await self._values(namespace_id, page_wire.hash_rows(prefix_hashes))
+            prefix = _presence(before, pools)
         result = restorable(presence, policies, first_page=first_page, prefix_presence=prefix)
-        return Found(result, presence, values[:, 0].tobytes(), read)
+        result = replace(result, queried_pages=total)
+        losses = Losses(*map(pairs, answers)) if answers else None
+        return Found(result, presence, values[:, 0].tobytes(), read, losses)
 
-    async def _values(self, namespace_id: str, hashes: Bytes) -> Bytes:
-        """Return the pages' values as rows: one MGET, or on a cluster one a bucket."""
+    async def _values(
+        self, namespace_id: str, hashes: Bytes, beside: Sequence[Command] = ()
+    ) -> tuple[Bytes, list[Any]]:
+        """Return the pages' values as rows: one MGET, or on a cluster one a bucket; and other answers."""
         if not self._redis.by_slot:
-            (found,) = await self._redis.send([Command((), b"", page_wire.mget(namespace_id, hashes))])
-            return page_wire.value_rows(found)
+            mget = Command((), b"", page_wire.mget(namespace_id, hashes))
+            found, *others = await self._redis.send([mget, *beside])
+            return page_wire.value_rows(found), others
         rows = np.zeros((len(hashes), page_wire.VALUE_BYTES), np.uint8)
         groups = list(page_wire.by_bucket(hashes))
         keys = [redis_keys.claims(namespace_id, int(hashes[g[0], 0]) % redis_keys.BUCKETS) for g in groups]
@@ -129,9 +165,10 @@ class PageIndex:
             Command((), key, page_wire.mget(namespace_id, hashes[g]))
             for key, g in zip(keys, groups, strict=True)
         ]
-        for group, found in zip(groups, await self._redis.send(commands), strict=True):
+        answers = await self._redis.send([*commands, *beside])
+        for group, found in zip(groups, answers, strict=False):
             rows[group] = page_wire.value_rows(found)
-        return rows
+        return rows, answers[len(groups) :]
 
     async def commit(
         self,
@@ -218,17 +255,8 @@ class PageIndex:
 
     async def note(self, namespace_id: str, page_hash: bytes, bit: int) -> tuple[Note | None, list[int]]:
         """Return the note on a page's pool, and the shards of it that are stored while it is incomplete."""
-        (note_key,) = redis_keys.notes(namespace_id, [page_hash])
-        (companion,) = redis_keys.companions(namespace_id, [page_hash])
-
-        raw, bitmap = await self._redis.commands(
-            [("HGET", note_key, str(bit)), ("HGET", companion, str(bit))]
-        )
-        note = None
-        if raw is not None:
-            reason, when, shards = raw.split(b" ", 2)
-            note = Note(reason.decode(), int(when), shards_in(shards))
-        return note, shards_in(bitmap or b"")
+        answers = await self._redis.send(_loss_commands(namespace_id, page_hash))
+        return Losses(*map(pairs, answers)).of(bit)
 
     def _commit_call(self, namespace_id: str, page_hashes: Sequence[bytes], part: CommitPart) -> ScriptCall:
         hashes = [page_hashes[i] for i in part.pages]
@@ -246,6 +274,13 @@ class PageIndex:
         for group in groups:
             for start in range(0, len(group), PAGES_PER_SCRIPT):
                 yield group[start : start + PAGES_PER_SCRIPT]
+
+
+def _loss_commands(namespace_id: str, page_hash: bytes) -> list[Command]:
+    """Return the commands whose answers are the `Losses` of a page."""
+    (note,) = redis_keys.notes(namespace_id, [page_hash])
+    (companion,) = redis_keys.companions(namespace_id, [page_hash])
+    return [Command(("HGETALL", key), key) for key in (note, companion)]
 
 
 def _chunk_sizes(total: int) -> Iterator[int]:

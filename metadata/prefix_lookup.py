@@ -311,7 +311,10 @@ class PrefixLookup:
     async def _absence(
         self, namespace_id: str, page_hash: bytes, found: Found, variant: Variant, stop: Stop
     ) -> MissReason:
-        note, stored = await self.index.note(namespace_id, page_hash, variant.bit)
+        if stop.page == 0 and found.first_losses is not None:
+            note, stored = found.first_losses.of(variant.bit)
+        else:
+            note, stored = await self.index.note(namespace_id, page_hash, variant.bit)
         if note is not None:
             age = max(0, int(time.time()) - note.at)
             return MissReason(stop.page, stop.pool, miss_reason(note.reason), note.shards, age)

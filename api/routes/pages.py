@@ -8,7 +8,8 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from api import bodies
-from api.context import CallerDep, ContextDep, TenantDep
+from api.context import caller_of, context_of
+from api.direct_route import NAMESPACE_ID, DirectRoute
 from api.schemas.commit import CommitRequest, CommitResult, MissingRequest, MissingResult, Rejection
 from api.schemas.lookup import (
     ExplainedPage,
@@ -22,16 +23,15 @@ from metadata.page_explanation import ExplainedPage as Explained
 from metadata.prefix_lookup import LookupAnswer, LookupQuery, PoolQuery
 from metadata.stored_pages import PoolPages
 
-router = APIRouter(prefix="/v1/namespaces/{ns}", tags=["pages"])
+router = APIRouter(prefix="/v1/namespaces/{ns}", tags=["pages"], route_class=DirectRoute)
 
-NamespaceId = Annotated[str, Path(alias="ns", pattern="^[0-9a-f]{16}$")]
+NamespaceId = Annotated[str, Path(alias="ns", pattern=NAMESPACE_ID)]
 
 
 @router.post("/lookup", response_model=LookupResult)
-async def lookup(
-    request: Request, context: ContextDep, caller: CallerDep, namespace_id: NamespaceId
-) -> Response:
+async def lookup(request: Request, namespace_id: NamespaceId) -> Response:
     """Say how much of a prompt is restorable, and why not more."""
+    context, caller = context_of(request), caller_of(request)
     body = await bodies.read(request, context, LookupRequest)
     if body.purpose == "prefetch":
         caller.require("engine")
@@ -57,10 +57,9 @@ async def lookup(
 
 
 @router.post("/commit", response_model=CommitResult)
-async def commit(
-    request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
-) -> Response:
+async def commit(request: Request, namespace_id: NamespaceId) -> Response:
     """Claim pages that are stored and confirmed."""
+    context, tenant = context_of(request), caller_of(request).tenant
     body = await bodies.read(request, context, CommitRequest)
     stored = {name: PoolPages(p.pages, tuple(p.shards), pool_id=p.pool_id) for name, p in body.stored.items()}
     who = (body.engine_id, body.rank)
@@ -73,10 +72,9 @@ async def commit(
 
 
 @router.post("/missing", response_model=MissingResult)
-async def missing(
-    request: Request, context: ContextDep, tenant: TenantDep, namespace_id: NamespaceId
-) -> Response:
+async def missing(request: Request, namespace_id: NamespaceId) -> Response:
     """Report pages that could not be read; their claims are cleared at once."""
+    context, tenant = context_of(request), caller_of(request).tenant
     body = await bodies.read(request, context, MissingRequest)
     gone = {
         name: PoolPages(p.pages, tuple(p.shards), p.reason, p.pool_id) for name, p in body.missing.items()

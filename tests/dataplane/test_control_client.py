@@ -488,3 +488,17 @@ def test_eight_threads_on_the_real_control_plane(stack: Stack):
         sizes = [1 + i % 7 for i in range(80)]
         found = pool.map(lambda n: client.lookup(ns, hashes_of(n)).queried_pages, sizes)
         assert list(found) == sizes
+
+
+def test_a_connection_with_bytes_beside_the_answer_is_not_used_again():
+    """They would be taken for the answer to the next call: of other pages."""
+    other = msgspec.msgpack.encode(msgspec.structs.replace(LOOKUP, queried_pages=9))
+    stale = GOOD.replace(msgspec.msgpack.encode(LOOKUP), other)
+
+    def conversation(sock, server):
+        while server.read_request(sock):
+            sock.sendall(GOOD + stale)
+
+    with rude_server(conversation) as server, client_of(server.url) as client:
+        assert [client.lookup(NS, hashes_of(1)).queried_pages for _ in range(3)] == [1, 1, 1]
+        assert server.connections == 3
