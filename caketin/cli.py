@@ -20,9 +20,15 @@ _COMMANDS: Final = {
     "replay": ("caketin.commands.replay", "replay_command"),
     "doctor": ("caketin.commands.doctor", "doctor"),
     "ls": ("caketin.commands.ls", "ls"),
+    "storage-node": ("caketin.commands.storage_node", "storage_node"),
+    "mooncake-master": ("caketin.commands.storage_node", "mooncake_master"),
     "token": ("caketin.commands.token", "app"),
 }
 """Name -> module and function, or the typer application of a command that has commands of its own."""
+_CONTEXT: Final = {
+    # The flags are mooncake_master's own, also its --help.
+    "mooncake-master": {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+}
 
 
 def command_line(arguments: Sequence[str]) -> typer.Typer:
@@ -38,7 +44,7 @@ def command_line(arguments: Sequence[str]) -> typer.Typer:
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:
-            app.command(name=name)(found)
+            app.command(name=name, context_settings=_CONTEXT.get(name))(found)
     return app
 
 

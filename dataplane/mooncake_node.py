@@ -4,14 +4,13 @@ For the embedded stack and for tests. In production the master and its nodes are
 
     python -m dataplane.mooncake_node node --master 127.0.0.1:50051 --segment-bytes 1073741824
 
-is a storage node: it lends its memory to the store until SIGTERM.
+is a storage node: it lends its memory to the store until SIGTERM. `caketin storage-node` is the same for
+machines of their own.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import logging
 import os
 import shutil
 import signal
@@ -22,15 +21,13 @@ from pathlib import Path
 from typing import Final, NoReturn, Self
 
 from dataplane.child_process import ChildFailed, ChildProcess, accepts, free_ports
-from dataplane.mooncake_master import MasterHttp, check_listening, split_address
-from dataplane.mooncake_native import MooncakeSettings, connect, load_native
+from dataplane.mooncake_master import MasterHttp, split_address
+from dataplane.mooncake_native import MooncakeSettings, load_native
 from dataplane.object_store import StoreUnavailable
-
-log = logging.getLogger(__name__)
+from dataplane.storage_node import StorageNode
 
 _LOOPBACK: Final = "127.0.0.1"
 _READY: Final = "caketin storage node ready"
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _STARTS: Final = 3  # a port that was free a moment ago may be taken by the time the master binds it
 
 
@@ -235,11 +232,16 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.role == "node" and flags:
         parser.error(f"unknown arguments: {' '.join(flags)}")
     if chosen.role == "master":
-        _become_master(flags)
+        become_master(flags)
     return _lend_memory(chosen)
 
 
-def _become_master(flags: list[str]) -> NoReturn:
+def become_master(flags: list[str]) -> NoReturn:
+    """Replace this process by `mooncake_master`.
+
+    Raises:
+        StoreUnavailable: there is none.
+    """
     binary = str(master_binary())
     os.execv(binary, [binary, *flags])  # noqa: S606
 
@@ -247,38 +249,17 @@ def _become_master(flags: list[str]) -> NoReturn:
 def _lend_memory(chosen: argparse.Namespace) -> int:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    settings = MooncakeSettings(
+    store = MooncakeSettings(
         chosen.master,
+        master_http=chosen.master_http,
         local_hostname=chosen.local_hostname,
         protocol=chosen.protocol,
         devices=chosen.devices,
     )
-    check_listening(settings.master, settings.connect_seconds)
-    before = _base_addresses(chosen.master_http) if chosen.prefault else set()
-    client = connect(load_native(), settings, segment_bytes=chosen.segment_bytes)
-    if chosen.prefault:
-        for base in _base_addresses(chosen.master_http) - before:
-            _populate(*base)
-    print(_READY, client.get_hostname(), chosen.segment_bytes, flush=True)  # noqa: T201 - the parent waits for it
-    stopped.wait()
-    client.close()
+    node = StorageNode(store, chosen.segment_bytes, prefault=chosen.prefault)
+    # The parent waits for this line.
+    node.run(stopped, lambda name: print(_READY, name, chosen.segment_bytes, flush=True))  # noqa: T201
     return 0
-
-
-def _base_addresses(master_http: str | None) -> set[tuple[int, int]]:
-    if master_http is None:
-        raise StoreUnavailable("--prefault needs --master-http, which says where the segment lies in memory")
-    asked = MasterHttp(master_http)
-    found = {(int(s["base_address"], 16), int(s["size_bytes"])) for s in asked.segments()}
-    asked.close()
-    return found
-
-
-def _populate(base: int, length: int) -> None:
-    # Makes the pages present and keeps what is in them, so an object that is already there is safe.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(base), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
-        log.warning("the segment could not be prefaulted: %s", os.strerror(ctypes.get_errno()))
 
 
 if __name__ == "__main__":
