@@ -7,24 +7,27 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ModelIdentity
 from dataplane.eviction_report import EvictionReport
 from dataplane.file_store import FileStore
-from dataplane.host_pool import Region
+from dataplane.host_fragments import ADDRESS_LIMIT
+from dataplane.host_pool import Region, registration_chunks
 from dataplane.messages.control import FileAccess, MooncakeAccess, RegisterResult
 from dataplane.mooncake_native import MooncakeSettings
 from dataplane.mooncake_store import MooncakeStore
 from dataplane.object_store import ObjectStore
 from dataplane.page_mover import PageMover
 from metadata import object_keys
-from metadata.errors import CaketinError, FieldError
+from metadata.errors import CaketinError, FieldError, InvalidInput
 from metadata.namespace import Namespace, fingerprint
 from metadata.pools import RankPool
 
 log = logging.getLogger(__name__)
+
+_NO_LIMIT: Final = ADDRESS_LIMIT
 
 StoreOpener: TypeAlias = Callable[[MooncakeAccess | FileAccess], ObjectStore]
 
@@ -118,8 +121,7 @@ class RankAttachment:
         self._registered = True
         namespace = _checked_identity(registration, self._model, owned)
         store = self._opened(registration.store)
-        for pool in pools:
-            self._register_memory(store, [r for host in pool.hosts for r in host.regions])
+        self._register_memory(store, pools)
         if isinstance(store, FileStore):
             store.tell_evictions(EvictionReport(self._client, registration.namespace_id, owned))
         mover = PageMover(store, self._client, registration.namespace_id, pools)
@@ -133,10 +135,13 @@ class RankAttachment:
             self._registered = False
             _leave(self._client)
 
-    def _register_memory(self, store: ObjectStore, regions: Sequence[Region]) -> None:
-        """Register what is not; two pools may share memory, two shards of one pool may not."""
-        for i, region in enumerate(regions):
-            if region in regions[:i] or self._regions.get(region.address) != region.length:
+    def _register_memory(self, store: ObjectStore, pools: Sequence[BoundPool]) -> None:
+        """Register what is not, in pieces where the store has a limit (field report 30).
+
+        Two pools may share memory, two shards of one pool may not.
+        """
+        for region in _regions(pools, store.max_region_bytes):
+            if self._regions.get(region.address) != region.length:
                 store.register(region.address, region.length)
                 self._regions[region.address] = region.length
 
@@ -180,6 +185,19 @@ def attached(client: ControlClient, model: ModelIdentity, pools: Sequence[BoundP
         yield attachment.join(pools)
     finally:
         attachment.leave()
+
+
+def _regions(pools: Sequence[BoundPool], most: int | None) -> list[Region]:
+    """Return what to register, each region once.
+
+    Raises:
+        InvalidInput: two shards of a pool lie in one region, or a page is larger than `most`.
+    """
+    for pool in pools:
+        regions = [r for host in pool.hosts for r in host.regions]
+        if len(set(regions)) < len(regions):
+            raise InvalidInput(f"shards {list(pool.shards)} of pool {pool.name!r} lie in one region")
+    return registration_chunks([h for pool in pools for h in pool.hosts], _NO_LIMIT if most is None else most)
 
 
 def _leave(client: ControlClient) -> None:

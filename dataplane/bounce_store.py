@@ -68,7 +68,8 @@ class BounceStore:
             store: the store; `close` closes it.
             call_seconds: deadline of a call.
             lanes: calls that may run or hang at the same time.
-            lane_bytes: memory of a lane; a larger object cannot be moved, a larger batch goes in pieces.
+            lane_bytes: memory of a lane, less where the store registers less at once; a larger object cannot
+                be moved, a larger batch goes in pieces.
             grace_seconds: how long a lane rests after an overdue call came back.
 
         Raises:
@@ -76,8 +77,11 @@ class BounceStore:
         """
         self.kind = store.kind
         self.lease_seconds = store.lease_seconds
+        self.max_region_bytes: int | None = None  # of the callers' memory, which no device ever sees
         self._store = store
         self._seconds = call_seconds
+        if store.max_region_bytes is not None:
+            lane_bytes = min(lane_bytes, store.max_region_bytes)
         self._lane_bytes = lane_bytes
         self._regions = RegisteredRegions()
         self._idle: queue.LifoQueue[_Lane] = queue.LifoQueue()

@@ -88,6 +88,7 @@ class FileStore:
         """
         self.root = root
         self.lease_seconds: float | None = None
+        self.max_region_bytes: int | None = None
         claim_folder(root)
         self._workspace = Workspace(root / "tmp")
         self._folder = PageFolder(

@@ -29,7 +29,7 @@ Pure: numbers in, numbers out. Nothing here allocates, registers or touches the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -61,6 +61,7 @@ __all__ = [
     "layer_first",
     "page_first",
     "page_first_direct",
+    "registration_chunks",
     "slots_of",
 ]
 
@@ -162,18 +163,14 @@ class HostPool:
         Raises:
             InvalidInput: one fragment of one page is larger than `max_bytes`.
         """
-        self._check_chunk_size(max_bytes)
-        chunks: list[Region] = []
-        for region in self.regions:
-            start = region.address
-            while region.end - start > max_bytes:
-                cut = self._fragment_start(start + max_bytes)
-                chunks.append(Region(start, cut - start))
-                start = cut
-            chunks.append(Region(start, region.end - start))
-        return chunks
+        return registration_chunks((self,), max_bytes)
 
-    def _check_chunk_size(self, max_bytes: int) -> None:
+    def check_chunk_size(self, max_bytes: int) -> None:
+        """Refuse a size that a fragment does not fit in.
+
+        Raises:
+            InvalidInput: naming the part at fault.
+        """
         if max_bytes < 1:
             detail = f"is {max_bytes}, must be at least 1"
             raise InvalidInput(
@@ -193,8 +190,8 @@ class HostPool:
             [FieldError("max_bytes", "too_small", detail)],
         )
 
-    def _fragment_start(self, address: int) -> int:
-        """Return `address`, or the start of the fragment that it lies within."""
+    def fragment_start(self, address: int) -> int:
+        """Return `address`, or the start of the fragment that would be cut there."""
         table = self._columns
         into = address - table.bases
         slot, offset = np.divmod(into, table.strides)
@@ -241,6 +238,43 @@ class LayerBuffers:
         """Return the part of one buffer shaped (layers, slots, layer_bytes) that starts at `address`."""
         run = slots * layer_bytes
         return cls(part, tuple(address + layer * run for layer in range(layers)), layer_bytes)
+
+
+def registration_chunks(pools: Sequence[HostPool], max_bytes: int) -> list[Region]:
+    """Cut the regions of several pools as `HostPool.registration_chunks` does; a region they share, once.
+
+    No fragment of any of the pools is cut, also where pools with different pages lie in one region.
+
+    Args:
+        pools: host pools; regions of two of them are the same or apart.
+        max_bytes: most bytes the transport registers at once.
+
+    Raises:
+        InvalidInput: a fragment is larger than `max_bytes`, or those of pools that share a region leave no
+            place to cut.
+    """
+    for pool in pools:
+        pool.check_chunk_size(max_bytes)
+    owners: dict[Region, list[HostPool]] = {}
+    for pool in pools:
+        for region in pool.regions:
+            owners.setdefault(region, []).append(pool)
+    return [chunk for region, inside in owners.items() for chunk in _cut(region, inside, max_bytes)]
+
+
+def _cut(region: Region, pools: Sequence[HostPool], max_bytes: int) -> Iterator[Region]:
+    start = region.address
+    while region.end - start > max_bytes:
+        cut, before = start + max_bytes, 0
+        while cut != before:
+            before, cut = cut, min(pool.fragment_start(cut) for pool in pools)
+        if cut <= start:
+            names = ", ".join(repr(pool.name) for pool in pools)
+            detail = f"is {max_bytes}, and pages of {names} overlap all the way: register more at once"
+            raise _refused("shared memory cannot be cut", "max_bytes", "too_small", detail)
+        yield Region(start, cut - start)
+        start = cut
+    yield Region(start, region.end - start)
 
 
 def page_first(

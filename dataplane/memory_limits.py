@@ -13,6 +13,34 @@ from typing import Final, NamedTuple
 
 _PROC: Final = Path("/proc")
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_IPC_LOCK: Final = 14  # number of CAP_IPC_LOCK
+
+
+class MemlockRoom(NamedTuple):
+    """How much memory a process without the capability to lock more may register with RDMA devices.
+
+    Attributes:
+        limit: `ulimit -l`, in bytes.
+        taken: bytes that are registered already.
+    """
+
+    limit: int
+    taken: int
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still be registered."""
+        return max(0, self.limit - self.taken)
+
+    def advice(self, needed: int) -> str:
+        """Return what to change so that `needed` bytes more can be registered."""
+        kib = -(-(self.taken + needed) // 1024)
+        return (
+            f"the memory lock limit is {self.limit} bytes, {self.taken} of them are taken and {needed} more "
+            f"are needed. Where the process is started: `ulimit -l {kib}` or `ulimit -l unlimited`, "
+            "LimitMEMLOCK=infinity in a systemd unit, `--ulimit memlock=-1` and capability IPC_LOCK for a "
+            "container"
+        )
 
 
 class _ControlGroup(NamedTuple):
@@ -50,6 +78,24 @@ def memlock_limit() -> int | None:
 def memory_locked(proc: Path = _PROC) -> int:
     """Return the bytes that this process has locked."""
     return _kib_field(proc / "self" / "status", "VmLck") or 0
+
+
+def memlock_room(proc: Path = _PROC) -> MemlockRoom | None:
+    """Return how much may be registered with RDMA devices; None where there is no limit.
+
+    What devices have registered is counted apart from what `mlock` has (`VmPin`). A process with CAP_IPC_LOCK
+    has no limit; in a user namespace it has none only if that is the first one.
+    """
+    limit = memlock_limit()
+    status = proc / "self" / "status"
+    if limit is None or (_capabilities(status) >> _IPC_LOCK) & 1:
+        return None
+    return MemlockRoom(limit, _kib_field(status, "VmPin") or 0)
+
+
+def _capabilities(status: Path) -> int:
+    words = [line.split() for line in _text(status).splitlines() if line.startswith("CapEff:")]
+    return int(words[0][1], 16) if words else 0
 
 
 def _available(proc: Path) -> int:

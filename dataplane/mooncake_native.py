@@ -6,13 +6,15 @@ import importlib
 import logging
 import os
 import socket
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from threading import Thread
 from typing import Any, Final
 
 from dataplane.mooncake_master import split_address
 from dataplane.object_store import StoreUnavailable
+from dataplane.rdma_ports import SYSFS
+from dataplane.rdma_settings import RdmaSettings, environment, rdma_faults
+from metadata.errors import InvalidInput
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,6 @@ _ENVIRONMENT: Final = {
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "16384",
     "MC_LOG_LEVEL": "WARNING",
 }
-_INFINIBAND: Final = Path("/sys/class/infiniband")
 _kept_open: list[Any] = []  # clients that could not be closed; their destructors must not run either
 
 
@@ -36,7 +37,13 @@ class MooncakeSettings:
         local_hostname: this host as storage nodes reach it; empty: the address that faces the master.
         metadata: Mooncake's metadata server, or `P2PHANDSHAKE` for none.
         protocol: `tcp` or `rdma`.
-        devices: RDMA device names, comma-separated; empty: Mooncake chooses.
+        devices: RDMA devices, see `rdma_devices`; empty: Mooncake chooses.
+        gid_index: see `RdmaSettings`, also of the next four.
+        traffic_class: of RoCE packets.
+        service_level: InfiniBand's.
+        mtu: payload of a packet, the same on both ends.
+        max_region_bytes: most bytes to register at once.
+        rank: name of the rank, for devices that are named by rank.
         local_buffer_bytes: scratch memory for `put_bytes` and `get_bytes`; bounds their size.
         batch_objects: most objects in one native call.
         batch_bytes: most bytes in one native call of several objects.
@@ -51,12 +58,36 @@ class MooncakeSettings:
     metadata: str = "P2PHANDSHAKE"
     protocol: str = "tcp"
     devices: str = ""
+    gid_index: int | None = None
+    traffic_class: int | None = None
+    service_level: int | None = None
+    mtu: int | None = None
+    max_region_bytes: int | None = None
+    rank: str = ""
     local_buffer_bytes: int = 16 << 20
     batch_objects: int = 1024
     batch_bytes: int = 1 << 30
     replicas: int = 1
     lease_seconds: float = 10.0
     connect_seconds: float = 3.0
+
+    @property
+    def rdma(self) -> RdmaSettings:
+        """How to use RDMA.
+
+        Raises:
+            InvalidInput: a value out of range.
+        """
+        return RdmaSettings(**{f.name: getattr(self, f.name) for f in fields(RdmaSettings)})
+
+    @property
+    def chosen_devices(self) -> tuple[str, ...]:
+        """This process' devices; empty: Mooncake chooses.
+
+        Raises:
+            InvalidInput: the list cannot be read, or has nothing for this process.
+        """
+        return self.rdma.chosen(self.rank) if self.protocol == "rdma" else ()
 
 
 def load_native() -> Any:
@@ -82,9 +113,9 @@ def connect(native: Any, settings: MooncakeSettings, segment_bytes: int) -> Any:
     """Return a native client that is set up; with `segment_bytes` it lends memory to the store.
 
     Raises:
-        StoreUnavailable: set-up fails, or the RDMA device does not exist.
+        StoreUnavailable: set-up fails, or RDMA cannot be used as it is set; the text names the setting.
     """
-    _check_devices(settings)
+    devices = _checked_devices(settings, segment_bytes + settings.local_buffer_bytes)
     host = settings.local_hostname or _address_towards(settings.master)
     client = native.MooncakeDistributedStore()
     raw = client.setup(
@@ -93,13 +124,14 @@ def connect(native: Any, settings: MooncakeSettings, segment_bytes: int) -> Any:
         segment_bytes,
         settings.local_buffer_bytes,
         settings.protocol,
-        settings.devices,
+        ",".join(devices),
         settings.master,
     )
     if raw != 0:
         raise StoreUnavailable(
             f"Mooncake's set-up answered {raw} (host {host}, master {settings.master}, {settings.protocol} "
-            f"{settings.devices or 'any device'}): see its messages on stderr; with rdma check `ulimit -l`"
+            f"{','.join(devices) or 'any device'}): see its messages on stderr; with rdma, "
+            "`caketin doctor --rdma` says more"
         )
     return client
 
@@ -122,18 +154,25 @@ def keep_open(client: Any) -> None:
     _kept_open.append(client)
 
 
-def _check_devices(settings: MooncakeSettings) -> None:
-    # Mooncake itself tries a wrong name 20 times, 1.1 s each, before it says -600.
+def _checked_devices(settings: MooncakeSettings, locked_bytes: int) -> tuple[str, ...]:
+    """Return the devices to use, and set the variables that Mooncake reads.
+
+    Raises:
+        StoreUnavailable: something would fail, or another client of this process was told otherwise.
+    """
     if settings.protocol != "rdma":
-        return
-    present = sorted(p.name for p in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
-    wanted = [name for name in settings.devices.split(",") if name]
-    absent = [name for name in wanted if name not in present]
-    if absent or not present:
-        have = ", ".join(present) or "none"
-        raise StoreUnavailable(
-            f"RDMA device {', '.join(absent) or '(any)'} is not here; this host has: {have}"
-        )
+        return ()
+    try:
+        rdma, devices = settings.rdma, settings.chosen_devices
+        errors = list(rdma_faults(rdma, devices, locked_bytes, SYSFS))
+        if not errors:
+            environment.tell(rdma)
+    except InvalidInput as e:
+        errors = list(e.errors)
+    if errors:
+        told = "; ".join(f"{e.field}: {e.detail}" for e in errors)
+        raise StoreUnavailable(f"RDMA cannot be used as it is set: {told}")
+    return devices
 
 
 def _address_towards(master: str) -> str:

@@ -14,7 +14,6 @@ Mooncake answers with one integer an object. What those integers hide, and what 
 from __future__ import annotations
 
 import logging
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
@@ -22,6 +21,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.memory_limits import memlock_room
 from dataplane.mooncake_codes import INVALID_PARAMS, NOT_FOUND, TRANSFER_FAIL, store_code, store_codes
 from dataplane.mooncake_master import MasterHttp, MasterWatch, check_listening
 from dataplane.mooncake_native import MooncakeSettings, close_native, connect, keep_open, load_native
@@ -37,6 +37,7 @@ from dataplane.object_store import (
     check_namespace_prefix,
     describe_failures,
 )
+from dataplane.rdma_ports import device_names
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,14 @@ class MooncakeStore:
             StoreUnavailable: Mooncake cannot be imported, no master answers, no such device, or set-up fails.
         """
         self.lease_seconds: float | None = settings.lease_seconds
+        self.max_region_bytes: int | None = None
         self._settings = settings
         self._native = load_native()
         check_listening(settings.master, settings.connect_seconds)
         self._client = connect(self._native, settings, segment_bytes=0)
+        if settings.protocol == "rdma":
+            devices = settings.chosen_devices or tuple(device_names())
+            self.max_region_bytes = settings.rdma.region_limit(devices)
         self._http = MasterHttp(settings.master_http) if settings.master_http else None
         self._regions = RegisteredRegions()
         self._gate = CallGate(self.kind)
@@ -354,14 +359,13 @@ def _replica_size(replicas: Sequence[Any], complete: object) -> int:
 
 def registration_advice(address: int, length: int, raw: int, protocol: str) -> str:
     """Return what a refused registration means and what to change (field report 29)."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = f"Mooncake refused {length} bytes at {address:#x} with {raw}"
     if protocol == "tcp":
         return f"{text}: is the memory mapped and not registered with this client already?"
-    if limit != resource.RLIM_INFINITY and limit < length:
-        return (
-            f"{text}: the memory lock limit is {limit} bytes, needed are {length} and more. Set `ulimit -l "
-            "unlimited` (LimitMEMLOCK=infinity under systemd, capability IPC_LOCK or ulimits.memlock=-1 in "
-            "containers)"
-        )
-    return f"{text}: larger than the device registers at once (max_mr_size in `ibv_devinfo -v`)? Split it"
+    room = memlock_room()
+    if room is not None and room.left < length:
+        return f"{text}: {room.advice(length)}"
+    return (
+        f"{text}: larger than the device registers at once (max_mr_size in `ibv_devinfo -v`)? Set "
+        "max_region_bytes to less"
+    )

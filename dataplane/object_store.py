@@ -167,10 +167,12 @@ class ObjectStore(Protocol):
         kind: `mooncake` or `file`.
         lease_seconds: how long a read or a renewing `exists` protects an object from eviction; None where
             the store has no leases and only keeps what was used last.
+        max_region_bytes: most bytes that `register` takes at once; None where there is no limit.
     """
 
     kind: str
     lease_seconds: float | None
+    max_region_bytes: int | None
 
     def register(self, address: int, length: int) -> None:
         """Make memory usable as source and destination.

@@ -32,7 +32,8 @@ class StorePurger:
         return MooncakeAccess(
             master=s.master,
             metadata=s.metadata,
-            protocol=s.protocol,
-            devices=s.devices,
+            # A purge moves no bytes: only the master is asked, and this machine may have no RDMA device.
+            protocol="tcp",
+            devices="",
             key_prefix=prefix,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 
 from dataplane import mooncake_native
 from dataplane import mooncake_store as mooncake_store_module
+from dataplane.memory_limits import MemlockRoom
 from dataplane.mooncake_codes import store_code, store_codes
 from dataplane.mooncake_master import MasterHttp, split_address
 from dataplane.mooncake_native import MooncakeSettings
@@ -121,12 +121,12 @@ def test_addresses_are_taken_in_their_usual_forms() -> None:
 def test_an_absent_rdma_device_is_told_at_once_with_those_that_are_there(
     mooncake_cluster: MooncakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(mooncake_native, "_INFINIBAND", tmp_path)
+    (tmp_path / "class" / "infiniband" / "mlx5_0").mkdir(parents=True)
+    monkeypatch.setattr(mooncake_native, "SYSFS", tmp_path)
     settings = MooncakeSettings(mooncake_cluster.master, protocol="rdma", devices="mlx5_0,mlx5_7")
     with pytest.raises(StoreUnavailable, match="device mlx5_7 is not here; this host has: mlx5_0"):
         MooncakeStore(settings)
-    monkeypatch.setattr(mooncake_native, "_INFINIBAND", tmp_path / "none")
+    monkeypatch.setattr(mooncake_native, "SYSFS", tmp_path / "none")
     with pytest.raises(StoreUnavailable, match="this host has: none"):
         MooncakeStore(MooncakeSettings(mooncake_cluster.master, protocol="rdma"))
 
@@ -232,16 +232,17 @@ def test_memory_that_mooncake_refuses_is_not_remembered(
 @pytest.mark.parametrize(
     ("limit", "protocol", "says"),
     [
-        (65_536, "rdma", r"memory lock limit is 65536 bytes, needed are 1048576 .*ulimit -l.*LimitMEMLOCK"),
-        (1 << 30, "rdma", "max_mr_size"),
-        (resource.RLIM_INFINITY, "rdma", "max_mr_size"),
+        (65_536, "rdma", r"limit is 65536 bytes, 0 .*1048576 more are needed.*ulimit -l 1024.*LimitMEMLOCK"),
+        (1 << 30, "rdma", "max_region_bytes"),
+        (None, "rdma", "max_region_bytes"),
         (65_536, "tcp", "is the memory mapped"),
     ],
 )
 def test_a_refused_registration_says_what_to_change(
-    limit: int, protocol: str, says: str, monkeypatch: pytest.MonkeyPatch
+    limit: int | None, protocol: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _which: (limit, limit))
+    room = None if limit is None else MemlockRoom(limit, 0)
+    monkeypatch.setattr(mooncake_store_module, "memlock_room", lambda: room)
     assert re.search(says, registration_advice(0x1000, 1 << 20, -600, protocol))
 
 
