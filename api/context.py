@@ -14,6 +14,7 @@ from api.metrics import Metrics
 from api.purges import ObjectPurger, PurgeRunner
 from api.settings import Settings
 from api.token_file import open_token_file
+from metadata.circuit import CircuitSettings
 from metadata.hit_counters import HitCounters
 from metadata.page_explanation import PageExplainer
 from metadata.page_index import IndexSettings, PageIndex
@@ -59,6 +60,7 @@ class Context:
                 settings.redis_url.get_secret_value(),
                 connect_seconds=settings.redis_connect_seconds,
                 command_seconds=settings.redis_command_seconds,
+                circuit=CircuitSettings(settings.redis_failures_to_open, settings.redis_probe_seconds),
             )
         )
         registry = Registry(redis, lease_seconds=settings.lease_seconds)

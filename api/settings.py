@@ -79,11 +79,17 @@ class Settings(BaseSettings):
     redis_url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379/0"), description="where Redis is")
     redis_connect_seconds: float = Field(0.5, gt=0, description="deadline of a connection to Redis")
     redis_command_seconds: float = Field(1.0, gt=0, description="deadline of a Redis command")
+    redis_failures_to_open: int = Field(
+        3, ge=1, description="failures in a row after which a Redis node is not asked any more"
+    )
+    redis_probe_seconds: float = Field(
+        0.5, gt=0, description="how often a Redis node that is not asked is looked at again"
+    )
     lease_seconds: int = Field(30, ge=1, description="a rank without a heartbeat for so long is gone")
     companion_seconds: int = Field(3600, ge=1, description="life of an incomplete page's shard bitmaps")
     note_seconds: int = Field(3600, ge=1, description="how long a miss can be explained")
     negative_seconds: float = Field(
-        5.0, ge=0, description="how long a page that was gone is not claimed again; 0 for not at all"
+        5.0, ge=0, description="how long a page whose read timed out is not claimed again; 0: not at all"
     )
     flush_seconds: float = Field(1.0, gt=0, description="how often hit counters go to Redis")
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest request body")

@@ -139,3 +139,25 @@ def test_many_engines_at_a_frozen_redis_all_get_their_answer(plane: Plane):
     assert max(took) < 3 * 4 * plane.command_seconds
     plane.redis.child.process.send_signal(signal.SIGCONT)
     plane.until(lambda: not degraded(plane), 30, "it did not come back by itself")
+
+
+def test_the_circuit_opens_and_probes_as_it_is_told(tmp_path: Path):
+    """One failure is enough here, and nobody looks again for a minute: a Redis that is back stays unasked."""
+    redis = EmbeddedRedis.start(tmp_path / "redis", extra=("--appendfsync", "always"))
+    settings = Settings(
+        redis_url=redis.url,
+        port=free_port(),
+        redis_failures_to_open=1,
+        redis_probe_seconds=60,
+        store=StoreSettings(kind="file", path=str(tmp_path / "store")),
+    )
+    with serving(settings) as url, httpx.Client(base_url=url, timeout=30) as client:
+        plane = Plane(client, redis, tmp_path / "redis", settings.redis_command_seconds)
+        plane.ns = client.put(RANK, json=BODY).json()["namespace_id"]
+        assert plane.commit().status_code == 200
+        redis.child.process.send_signal(signal.SIGSTOP)
+        assert degraded(plane)
+        redis.child.process.send_signal(signal.SIGCONT)
+        assert open_lookup_seconds(plane) < OPEN_BOUND
+        assert degraded(plane)
+    redis.stop()

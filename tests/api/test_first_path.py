@@ -6,6 +6,8 @@ import time
 import httpx
 import pytest
 
+from tests.api.conftest import serving
+
 PAGES = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(8)]
 KV = {"name": "kv", "parts": [{"part": "k", "dtype": "bfloat16", "bytes": 64}], "indices_from": None}
 SWA = {
@@ -333,16 +335,75 @@ def test_more_tokens_than_pages_in_a_call_are_refused(client):
     assert answer.json()["errors"][0]["field"] == "token_ids"
 
 
-def test_the_largest_registration_and_its_keys_hold_nobody_up(client):
+def test_the_largest_registration_is_taken_and_its_keys_are_refused(client):
     parts = [{"part": f"p{i}", "dtype": "uint8", "bytes": 1} for i in range(64)]
     pool = {"name": "kv", "parts": parts, "shard_count": 4096, "owned_shards": list(range(4096))}
-    start = time.perf_counter()
     answer = client.put("/v1/engines/huge/ranks/dp0-pp0-cp0-tp0", json={**BODY, "pools": [pool]})
     assert answer.status_code == 201
-    assert len(answer.json()["pools"]["kv"]["suffixes"]) == 64 * 4096
-    keys = client.post(f"/v1/namespaces/{answer.json()['namespace_id']}/keys", json={"page_hashes": PAGES})
-    assert keys.status_code in {409, 422}
-    assert time.perf_counter() - start < 9
+    kv = answer.json()["pools"]["kv"]
+    assert len(kv["suffixes"]) == 64 * 4096
+    keys = client.post(
+        f"/v1/namespaces/{answer.json()['namespace_id']}/keys",
+        json={"page_hashes": PAGES, "pools": {"kv": {"pool_id": kv["pool_id"]}}},
+    )
+    assert (keys.status_code, keys.json()["errors"][0]["code"]) == (422, "too_many_keys")
+
+
+WIDER = {**KV, "parts": [{"part": "k", "dtype": "float32", "bytes": 128}]}
+LATER = {**BODY, "incarnation": "a" * 32, "pools": [WIDER, SWA]}
+
+
+@pytest.mark.parametrize("call", ["commit", "missing"])
+def test_an_earlier_life_does_not_speak_for_the_variant_that_its_rank_has_now(client, ns, call):
+    """It stored its own dtype's bytes; claimed by name, they would be promised as the new one's."""
+    old = client.put(RANK, json=BODY).json()["pools"]["kv"]["pool_id"]
+    new = client.put(RANK, json=LATER).json()["pools"]["kv"]["pool_id"]
+    assert old != new
+
+    def say(pool_id: str | None):
+        pool = {"pages": "all", "shards": [0], "pool_id": pool_id}
+        body = {**ME, "page_hashes": PAGES}
+        if call == "commit":
+            body["stored"] = {"kv": pool}
+        else:
+            body |= {"generation": None, "missing": {"kv": {**pool, "reason": "gone"}}}
+        return client.post(f"/v1/namespaces/{ns}/{call}", json=body)
+
+    commit(client, ns, kv={"pages": [[0, 3]], "shards": [0]})
+    refused = say(old)
+    assert refused.status_code == 422
+    field = "stored" if call == "commit" else "missing"
+    fault = refused.json()["errors"][0]
+    assert (fault["field"], fault["code"]) == (f"{field}.kv.pool_id", "other_variant")
+    assert lookup(client, ns)["pools"]["kv"] == 4, "nothing was claimed and nothing cleared"
+    for pool_id, pages in ((new, 8 if call == "commit" else 0), (None, 8 if call == "commit" else 0)):
+        assert say(pool_id).status_code == 200
+        assert lookup(client, ns)["pools"]["kv"] == pages
+
+
+def test_ranks_without_a_lease_do_not_count_while_any_rank_lives(redis_url, tmp_path):
+    """An engine that came back with fewer ranks is what its living ranks are, whoever asks for it."""
+    with (
+        serving(redis_url, tmp_path, lease_seconds=1) as stack,
+        httpx.Client(base_url=stack.url, timeout=10) as client,
+    ):
+        gone = client.put("/v1/engines/shrunk/ranks/dp0-pp0-cp0-tp1", json={**BODY, "pools": [WIDER, SWA]})
+        body = {**BODY, "incarnation": "b" * 32}
+        there = client.put("/v1/engines/shrunk/ranks/dp0-pp0-cp0-tp0", json=body)
+        ns = there.json()["namespace_id"]
+        assert gone.json()["namespace_id"] == ns
+
+        def asked():
+            query = {"page_hashes": PAGES, "engine_id": "shrunk", "purpose": "route"}
+            return client.post(f"/v1/namespaces/{ns}/lookup", json=query)
+
+        assert asked().json()["code"] == "ambiguous_variant", "both live, and they disagree"
+        deadline = time.monotonic() + 10
+        while asked().status_code != 200:
+            assert time.monotonic() < deadline
+            client.put("/v1/engines/shrunk/ranks/dp0-pp0-cp0-tp0", json=body)
+            time.sleep(0.1)
+        assert asked().json()["hit_pages"] == 0
 
 
 def test_a_page_of_another_site_cannot_call_a_server_without_tokens(client):
