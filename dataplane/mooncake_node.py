@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final, NoReturn, Self
 
@@ -24,10 +25,12 @@ from dataplane.child_process import ChildFailed, ChildProcess, accepts, free_por
 from dataplane.mooncake_master import MasterHttp, split_address
 from dataplane.mooncake_native import MooncakeSettings, load_native
 from dataplane.object_store import StoreUnavailable
+from dataplane.rdma_settings import RdmaSettings
 from dataplane.storage_node import StorageNode
 
 _LOOPBACK: Final = "127.0.0.1"
 _READY: Final = "caketin storage node ready"
+_RDMA_NUMBERS: Final = ("gid_index", "traffic_class", "service_level", "mtu")
 _STARTS: Final = 3  # a port that was free a moment ago may be taken by the time the master binds it
 
 
@@ -51,6 +54,7 @@ class MooncakeCluster:
         lease_seconds: float = 10.0,
         log_folder: Path | None = None,
         ready_seconds: float = 30.0,
+        rdma: RdmaSettings | None = None,
     ) -> None:
         """Describe a cluster; `start` starts it.
 
@@ -61,6 +65,7 @@ class MooncakeCluster:
             lease_seconds: how long a read protects an object from eviction.
             log_folder: where to write the children's output; None: a temporary folder, removed by `stop`.
             ready_seconds: how long each child may take to be ready.
+            rdma: move bytes over RDMA, in this way; None: over TCP.
         """
         self.master = ""
         self.master_http = ""
@@ -69,6 +74,7 @@ class MooncakeCluster:
         self._prefault = prefault
         self._lease_seconds = lease_seconds
         self._ready_seconds = ready_seconds
+        self._rdma = rdma
         self._own_folder = log_folder is None
         self.log_folder = log_folder or Path()
         self._master: ChildProcess | None = None
@@ -89,6 +95,7 @@ class MooncakeCluster:
             master_http=self.master_http,
             local_hostname=_LOOPBACK,
             lease_seconds=self._lease_seconds,
+            **({} if self._rdma is None else {"protocol": "rdma", **asdict(self._rdma)}),
         )
 
     def start(self) -> None:
@@ -127,6 +134,7 @@ class MooncakeCluster:
         name = f"storage-node-{len(self._nodes)}"
         arguments = ["--master", self.master, "--master-http", self.master_http]
         arguments += ["--segment-bytes", str(self._segment_bytes)]
+        arguments += [] if self._rdma is None else ["--protocol", "rdma", *_rdma_flags(self._rdma)]
         node = self._spawn(name, ["node", *arguments, *(["--prefault"] if self._prefault else [])])
         self._nodes.append(node)
         node.wait_ready(lambda: _READY.encode() in node.log.read_bytes(), self._ready_seconds)
@@ -196,6 +204,15 @@ class MooncakeCluster:
         return ChildProcess.start(name, command, log_file, environment)
 
 
+def _rdma_flags(rdma: RdmaSettings) -> list[str]:
+    given = {"devices": rdma.devices or None} | {name: getattr(rdma, name) for name in _RDMA_NUMBERS}
+    return [word for name, v in given.items() if v is not None for word in (_flag(name), str(v))]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def master_binary() -> Path:
     """Return the path of `mooncake_master`: in the wheel, beside the interpreter, or on PATH.
 
@@ -226,6 +243,8 @@ def main(arguments: list[str] | None = None) -> int:
     node.add_argument("--prefault", action="store_true", help="touch all memory before being ready")
     node.add_argument("--protocol", default="tcp")
     node.add_argument("--devices", default="")
+    for name in _RDMA_NUMBERS:
+        node.add_argument(_flag(name), type=int)
     node.add_argument("--local-hostname", default="")
     roles.add_parser("master", help="become mooncake_master; further flags are its own")
     chosen, flags = parser.parse_known_args(arguments)
@@ -255,6 +274,7 @@ def _lend_memory(chosen: argparse.Namespace) -> int:
         local_hostname=chosen.local_hostname,
         protocol=chosen.protocol,
         devices=chosen.devices,
+        **{name: getattr(chosen, name) for name in _RDMA_NUMBERS},
     )
     node = StorageNode(store, chosen.segment_bytes, prefault=chosen.prefault)
     # The parent waits for this line.
