@@ -21,7 +21,7 @@ FILES = ("README.md", "docs/sglang.md")
 
 
 def commands(file: str) -> list[list[str]]:
-    return [shlex.split(found) for found in BLOCK.findall((ROOT / file).read_text())]
+    return [shlex.split(found.replace("\\\n", " ")) for found in BLOCK.findall((ROOT / file).read_text())]
 
 
 @pytest.mark.parametrize("file", FILES)
