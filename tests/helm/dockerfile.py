@@ -56,12 +56,17 @@ def read_dockerfile(path: Path, arguments: dict[str, str] | None = None) -> list
             outside[name] = given.get(name, value)
         else:
             assert current is not None, f"{instruction.word} before the first FROM"
-            if instruction.word == "ARG":
-                name, _, value = instruction.rest.partition("=")
-                instruction = Instruction("ARG", f"{name}={given.get(name, outside.get(name, value))}")
-            current.append(instruction)
+            current.append(_argument(instruction, given, outside))
             stages[-1] = Stage(stages[-1].name, stages[-1].base, tuple(current))
     return stages
+
+
+def _argument(instruction: Instruction, given: dict[str, str], outside: dict[str, str]) -> Instruction:
+    """An ARG with the value that it has; anything else as it is."""
+    if instruction.word != "ARG":
+        return instruction
+    name, _, value = instruction.rest.partition("=")
+    return Instruction("ARG", f"{name}={given.get(name, outside.get(name, value))}")
 
 
 def fill(text: str, variables: dict[str, str]) -> str:

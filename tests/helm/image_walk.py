@@ -1,8 +1,8 @@
 """Walks a Dockerfile without Docker: a base made by debootstrap, a layer for each step, chroot for each RUN.
 
-Layers are folders that the kernel's overlay puts on top of each other, inside a mount namespace that ends with
-its process: nothing stays mounted, whatever is killed. As with Docker, a step whose input did not change is
-not walked again (`CAKETIN_FULL=1` walks all of them); unlike there, the layers are plain folders in the cache.
+Layers are folders that the kernel's overlay puts on top of each other, inside a mount namespace that ends
+with its process: nothing stays mounted, whatever is killed. As with Docker, a step whose input did not change
+is not walked again (`CAKETIN_FULL=1` walks all of them); the layers are plain folders in the cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Image:
 
     def bytes(self) -> int:
         """Size of all layers."""
-        done = subprocess.run(["du", "-scb", *map(str, self.layers)], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["du", "-scb", *map(str, self.layers)], check=True, capture_output=True, text=True
+        )
         return int(done.stdout.splitlines()[-1].split()[0])
 
     def files(self, pattern: str) -> list[str]:
@@ -69,7 +71,7 @@ def script_in(
         mounts: (kind, source, place): `bind` or `ro` with a source, `tmpfs` with its options.
         write_to: folder that takes what is changed; None: the root is read-only, as in the chart.
     """
-    lines = ["set -e", 'at=$(mktemp -d)', 'mount -t tmpfs tmpfs "$at"', 'mkdir "$at/root" "$at/none"']
+    lines = ["set -e", "at=$(mktemp -d)", 'mount -t tmpfs tmpfs "$at"', 'mkdir "$at/root" "$at/none"']
     lower = ":".join(str(layer) for layer in reversed(layers))
     if write_to is None:
         lines.append(f'mount -t overlay overlay -o "ro,lowerdir=$at/none:{lower}" "$at/root"')
@@ -87,7 +89,11 @@ def script_in(
         if kind == "tmpfs":
             lines += [f"mkdir -p {at}", f"mount -t tmpfs -o {source or 'mode=1777'} tmpfs {at}"]
         else:
-            make = f"mkdir -p {at}" if Path(source).is_dir() else f'mkdir -p "$(dirname {at})"; [ -e {at} ] || touch {at}'
+            make = (
+                f"mkdir -p {at}"
+                if Path(source).is_dir()
+                else f'mkdir -p "$(dirname {at})"; [ -e {at} ] || touch {at}'
+            )
             lines += [make, f"mount --bind {shlex.quote(source)} {at}"]
             if kind == "ro":
                 lines.append(f"mount -o remount,bind,ro {at}")
@@ -254,6 +260,11 @@ class ImageWalk:
         (made / "etc/apt/sources.list").write_text(lines + security)
         # A frozen mirror is as good here as a fresh one.
         (made / "etc/apt/apt.conf.d/99walk").write_text('Acquire::Check-Valid-Until "false";\n')
+        # What Debian's image for Docker does: no package stays in a layer.
+        (made / "etc/apt/apt.conf.d/docker-clean").write_text(
+            'DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb /var/cache/apt/*.bin || true"; };\n'
+            'Dir::Cache::pkgcache "";\nDir::Cache::srcpkgcache "";\n'
+        )
         (made / "etc/resolv.conf").unlink(missing_ok=True)
         made.rename(base)
         return base

@@ -100,3 +100,18 @@ annotations:
 {{- define "caketin.tokensSecret" -}}
 {{- default (printf "%s-tokens" (include "caketin.fullname" .)) .Values.auth.existingSecret -}}
 {{- end -}}
+
+{{/* Who holds the tokens themselves: of the made file, or as the values say. */}}
+{{- define "caketin.engineTokenSecret" -}}
+{{- if and .Values.auth.existingSecret (not .Values.auth.engineTokenSecret) -}}
+{{- fail "auth.engineTokenSecret is needed where auth.existingSecret is given: the agent and the test show a token" -}}
+{{- end -}}
+{{- default (printf "%s-engine-token" (include "caketin.fullname" .)) .Values.auth.engineTokenSecret -}}
+{{- end -}}
+
+{{- define "caketin.scraperTokenSecret" -}}
+{{- if and .Values.auth.existingSecret (not .Values.auth.scraperTokenSecret) -}}
+{{- fail "auth.scraperTokenSecret is needed where auth.existingSecret is given: Prometheus shows a token" -}}
+{{- end -}}
+{{- default (printf "%s-scraper-token" (include "caketin.fullname" .)) .Values.auth.scraperTokenSecret -}}
+{{- end -}}

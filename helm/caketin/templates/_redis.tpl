@@ -11,7 +11,7 @@
 {{- if $r.passwordSecret }}{{- $who = printf "%s:$(REDIS_PASSWORD)" $who -}}{{- end -}}
 {{- if $who }}{{- $who = printf "%s@" $who -}}{{- end -}}
 {{- $path := "" -}}
-{{- if eq $r.topology "sentinel" }}{{- $path = printf "/%s" $r.service -}}{{- end -}}
+{{- if eq $r.topology "sentinel" }}{{- $_ := required "redis.external.service is needed: the name that the Sentinels know the primary by" $r.service }}{{- $path = printf "/%s" $r.service -}}{{- end -}}
 {{- if ne $r.topology "cluster" }}{{- $path = printf "%s/%d" $path (int $r.database) -}}{{- end -}}
 {{- $query := ternary "?ssl_ca_certs=/etc/caketin/redis-ca/ca.crt" "" (ne $r.caSecret "") -}}
 {{- printf "%s://%s%s%s%s" $scheme $who (join "," $r.hosts) $path $query -}}
