@@ -1,7 +1,7 @@
 """What Prometheus sees: every metric's name and labels, in one place.
 
-Labels are bounded: routes are templates, never paths; methods and codes come from short lists; pool names
-beyond the first `MAX_POOL_LABELS` of a process are `other`.
+Labels are bounded: routes are templates, never paths; methods and codes come from short lists; names of pools
+and tenants beyond the first 64 of a process are `other`.
 
 With one process the numbers live in it. With several workers (`caketin serve --workers`) prometheus_client's
 files in `PROMETHEUS_MULTIPROC_DIR` hold them, and whichever worker is asked answers for all.
@@ -34,6 +34,7 @@ from metadata.prefix_lookup import LookupAnswer
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 MULTIPROCESS_FOLDER: Final = "PROMETHEUS_MULTIPROC_DIR"
 MAX_POOL_LABELS: Final = 64
+MAX_TENANT_LABELS: Final = 64
 OTHER: Final = "other"
 _METHODS: Final = frozenset({"GET", "PUT", "POST", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 _SECONDS: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1, 2, 5, 10)
@@ -46,6 +47,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._pools: set[str] = set()
+        self._tenants: set[str] = set()
         self._dropped_seen = 0
         self._http_metrics()
         self._lookup_metrics()
@@ -90,6 +92,18 @@ class Metrics:
             "caketin_lookup_misses",
             "Lookups whose prefix ended early, by the pool that ended it and the reason.",
             ("purpose", "pool", "reason"),
+            registry=self.registry,
+        )
+        self.tenant_pages = Counter(
+            "caketin_tenant_lookup_pages",
+            "Pages of counted lookups (prefetch) by tenant: queried, hit.",
+            ("tenant", "result"),
+            registry=self.registry,
+        )
+        self.pool_pages = Counter(
+            "caketin_pool_lookup_pages",
+            "Pages of counted lookups (prefetch) by pool: queried, hit (what this pool alone would allow).",
+            ("pool", "result"),
             registry=self.registry,
         )
         self.lookup_size = Histogram(
@@ -149,7 +163,7 @@ class Metrics:
         known = method if method in _METHODS else OTHER
         self.request_seconds.labels(known, route, str(code)).observe(seconds)
 
-    def lookup(self, purpose: str, found: LookupAnswer) -> None:
+    def lookup(self, purpose: str, tenant: str, found: LookupAnswer) -> None:
         """Count one lookup."""
         if found.degraded:
             self.lookups.labels(purpose, "degraded").inc()
@@ -163,6 +177,16 @@ class Metrics:
         if found.miss is not None:
             pool = self.pool_label(found.miss.pool or "")
             self.lookup_misses.labels(purpose, pool, found.miss.reason).inc()
+        if purpose == "prefetch":
+            self._counted_lookup(_bounded(tenant, self._tenants, MAX_TENANT_LABELS), found)
+
+    def _counted_lookup(self, tenant: str, found: LookupAnswer) -> None:
+        self.tenant_pages.labels(tenant, "queried").inc(found.queried_pages)
+        self.tenant_pages.labels(tenant, "hit").inc(found.hit_pages)
+        for name, pages in found.pools.items():
+            pool = self.pool_label(name)
+            self.pool_pages.labels(pool, "queried").inc(found.queried_pages)
+            self.pool_pages.labels(pool, "hit").inc(pages)
 
     def commit(self, done: Committed) -> None:
         """Count one commit."""
@@ -178,11 +202,7 @@ class Metrics:
 
     def pool_label(self, pool: str) -> str:
         """Return the pool's name, or `other` once there are many: anyone may register names."""
-        if pool not in self._pools:
-            if len(self._pools) >= MAX_POOL_LABELS:
-                return OTHER
-            self._pools.add(pool)
-        return pool
+        return _bounded(pool, self._pools, MAX_POOL_LABELS)
 
     def sample(self, counters: HitCounters, *, redis_up: bool) -> None:
         """Take over the state of the parts that count for themselves."""
@@ -210,6 +230,14 @@ class Metrics:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
         return generate_latest(registry)
+
+
+def _bounded(name: str, seen: set[str], most: int) -> str:
+    if name not in seen:
+        if len(seen) >= most:
+            return OTHER
+        seen.add(name)
+    return name
 
 
 def _bury_the_dead(folder: Path) -> None:

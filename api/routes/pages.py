@@ -52,7 +52,7 @@ async def lookup(request: Request, namespace_id: NamespaceId) -> Response:
         explain=body.explain,
     )
     found = await context.lookups.lookup(caller.tenant, namespace_id, query)
-    context.metrics.lookup(body.purpose, found)
+    context.metrics.lookup(body.purpose, caller.tenant, found)
     return bodies.answer(request, _lookup_result(found, advisory=body.purpose != "prefetch"))
 
 

@@ -1,4 +1,4 @@
-"""The chart with the real Helm: it lints, renders with all kinds of values, and Kubernetes knows the result."""
+"""The chart with the real Helm: it lints, renders with all kinds of values, and Kubernetes knows it all."""
 
 from __future__ import annotations
 
