@@ -57,6 +57,12 @@ def test_lookups_hits_misses_and_commits_add_up(fresh):
     assert value(found, "caketin_lookup_hit_pages_total", purpose="prefetch") == 13
     assert value(found, "caketin_lookup_misses_total", pool="kv", reason="not_stored") == 1
     assert value(found, "caketin_lookup_misses_total", pool="swa", reason="not_stored") == 1
+    # Counted lookups alone: the router's is not in the rates of tenants and pools.
+    for result, pages in (("queried", 24), ("hit", 13)):
+        assert value(found, "caketin_tenant_lookup_pages_total", tenant="default", result=result) == pages
+    assert value(found, "caketin_pool_lookup_pages_total", pool="kv", result="queried") == 24
+    assert value(found, "caketin_pool_lookup_pages_total", pool="kv", result="hit") == 16
+    assert value(found, "caketin_pool_lookup_pages_total", pool="swa", result="hit") == 13
     assert value(found, "caketin_commits_total") == 2
     assert value(found, "caketin_commit_pages_total", result="committed") == 16
     assert value(found, "caketin_registrations_total", result="new") == 1
