@@ -13,24 +13,21 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.control_plane import ControlPlaneAway, ControlRefused
+from dataplane.engines.claims import Claims, HeldRows
 from dataplane.engines.link import EngineLink, Joined
 from dataplane.engines.page_reads import BoolArray, SlotPages, union_batch
-from dataplane.messages import control
 from dataplane.object_store import StoreCode
-from dataplane.page_statements import PoolFacts, statements
 from dataplane.stage_batch import PoolPages, StageBatch
 from dataplane.stage_put import put_confirmed
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
-from metadata.page_runs import page_runs
 from metadata.pools import ANCHOR
 
 log = logging.getLogger(__name__)
@@ -38,10 +35,8 @@ log = logging.getLogger(__name__)
 MAX_WAITING_PAGES: Final = 262_144
 SETTLE_SECONDS: Final = 1.0
 """How long a sidecar waits for its anchor before it is claimed by itself."""
-_CLAIM_PAGES: Final = 4096
 _RETRY_SECONDS: Final = 1.0
-_NEGATIVE_ENTRY: Final = "negative_entry"
-"""A page that could not be read a moment ago is not claimed for some seconds, even when written anew."""
+_CLOSE_SECONDS: Final = 5.0
 
 
 @dataclass
@@ -55,19 +50,22 @@ class _Waiting:
     """
 
     since: float
-    held: dict[str, BoolArray] = field(default_factory=dict)
+    held: HeldRows = field(default_factory=dict)
     tried: bool = False
 
 
 class PageWrites:
-    """Writes of one rank; its calls come one after the other, the chore from another thread."""
+    """Writes of one rank; its calls come one after the other, the chore from another thread.
+
+    What is confirmed is claimed behind the caller's back (`claims`), in the order of the calls.
+    """
 
     def __init__(self, link: EngineLink, clock: Callable[[], float] = time.monotonic) -> None:
         self._link = link
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
-        self._unclaimed: OrderedDict[bytes, dict[str, BoolArray]] = OrderedDict()
+        self._claims = Claims(link, self._taken)
         self._anchored: OrderedDict[bytes, None] = OrderedDict()
         self._retry_at = 0.0
 
@@ -98,7 +96,7 @@ class PageWrites:
             self._claim_anchored(joined, given)
         else:
             for name, shards in held.items():
-                self._claim(joined, given[name].page_hashes, {name: shards})
+                self._claims.claim(joined, given[name].page_hashes, {name: shards})
         return stored
 
     def store_anchor(self, page_hashes: PageHashes, slots: NDArray[np.int64] | None) -> BoolArray:
@@ -126,9 +124,11 @@ class PageWrites:
         except CaketinError as error:
             log.warning("the anchor was not stored completely: %s", error)
             return nothing
-        taken = self._claim(joined, page_hashes, {**waiting, **held}, only=complete)
+        tables = {n: table & complete[:, None] for n, table in {**waiting, **held}.items()}
+        self._claims.claim(joined, page_hashes, tables)
         with self._lock:
-            for page in np.flatnonzero(complete & taken).tolist():
+            # Claims are made in order: what is stored for these pages from now on is claimed after them.
+            for page in np.flatnonzero(complete).tolist():
                 self._anchored[page_hashes[page]] = None
             while len(self._anchored) > MAX_WAITING_PAGES:
                 self._anchored.popitem(last=False)
@@ -137,16 +137,22 @@ class PageWrites:
     def settle(self, joined: Joined) -> None:
         """Claim what could not be claimed before, and sidecars whose anchor does not come. A chore."""
         now = self._clock()
+        if now >= self._retry_at:
+            self._retry_at = now + _RETRY_SECONDS
+            self._claims.retry(joined)
         with self._lock:
-            unclaimed: OrderedDict[bytes, dict[str, BoolArray]] = OrderedDict()
-            if now >= self._retry_at:
-                self._retry_at = now + _RETRY_SECONDS
-                unclaimed, self._unclaimed = self._unclaimed, unclaimed
             late = [
                 (h, w) for h, w in self._waiting.items() if not w.tried and now - w.since > SETTLE_SECONDS
             ]
-        self._claim_pages(joined, list(unclaimed.items()))
         self._claim_waiting(joined, late)
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until what is stored was claimed or is kept for later; False when time is up before."""
+        return self._claims.flush(seconds)
+
+    def close(self) -> None:
+        """Make the claims that wait."""
+        self._claims.close(_CLOSE_SECONDS)
 
     def _claim_anchored(self, joined: Joined, given: Mapping[str, SlotPages]) -> None:
         """Claim what waits although its anchor is claimed."""
@@ -158,17 +164,28 @@ class PageWrites:
     def _claim_waiting(self, joined: Joined, pages: list[tuple[bytes, _Waiting]]) -> None:
         for _, waiting in pages:
             waiting.tried = True
-        taken = self._claim_pages(joined, [(h, w.held) for h, w in pages])
+        self._claims.claim_rows(joined, [(h, dict(w.held)) for h, w in pages])
+
+    def _taken(self, page_hashes: PageHashes, held: Mapping[str, BoolArray]) -> None:
+        """Forget of pages that the index has taken what waits; what was stored meanwhile goes on waiting."""
         with self._lock:
-            for page_hash in taken:
-                self._waiting.pop(page_hash, None)
+            for i, page_hash in enumerate(page_hashes) if self._waiting else ():
+                waiting = self._waiting.get(page_hash)
+                if waiting is None:
+                    continue
+                for name, table in held.items():
+                    row = waiting.held.get(name)
+                    if row is not None and not (row & ~table[i]).any():
+                        del waiting.held[name]
+                if not waiting.held:
+                    del self._waiting[page_hash]
 
     def forget(self) -> None:
         """Forget what was stored: the namespace is purged."""
         with self._lock:
             self._waiting.clear()
-            self._unclaimed.clear()
             self._anchored.clear()
+        self._claims.forget(_CLOSE_SECONDS)
 
     def _store_in_order(
         self, joined: Joined, given: Mapping[str, SlotPages], held: dict[str, BoolArray]
@@ -255,82 +272,6 @@ class PageWrites:
                     there[unseen] = (outcome == StoreCode.OK).all(axis=(1, 2))
             complete &= there
         return complete
-
-    def _claim(
-        self,
-        joined: Joined,
-        page_hashes: PageHashes,
-        held: Mapping[str, BoolArray],
-        only: BoolArray | None = None,
-    ) -> BoolArray:
-        """Claim what is confirmed; what the control plane cannot take now is claimed later.
-
-        Returns:
-            Which pages the index took completely, bool (pages,).
-        """
-        facts = {
-            n: PoolFacts(
-                joined.owned[n],
-                table if only is None else table & only[:, None],
-                np.zeros(len(page_hashes), np.int8),
-            )
-            for n, table in held.items()
-        }
-        taken = np.ones(len(page_hashes), np.bool_)
-        try:
-            for call in statements(facts):
-                claims = {
-                    n: control.StoredPool(pages=page_runs(said.pages), shards=said.shards)
-                    for n, said in call.items()
-                }
-                result = self._link.commit(joined.namespace_id, page_hashes, claims)
-                self._note_rejected(page_hashes, facts, result.rejected, taken)
-        except (ControlPlaneAway, ControlRefused) as error:
-            taken[:] = False
-            log.warning("%d stored pages are claimed later: %s", len(page_hashes), error)
-            if isinstance(error, ControlPlaneAway) or error.passing or self._link.forgotten(error):
-                self._keep(page_hashes, {n: f.holds for n, f in facts.items()})
-        return taken
-
-    def _note_rejected(
-        self,
-        page_hashes: PageHashes,
-        facts: Mapping[str, PoolFacts],
-        rejected: Sequence[control.Rejection],
-        taken: BoolArray,
-    ) -> None:
-        """Note what the index did not take; what it only takes later is claimed later."""
-        for one in rejected:
-            if one.page >= len(page_hashes) or one.pool not in facts:
-                continue
-            taken[one.page] = False
-            if one.code == _NEGATIVE_ENTRY:
-                page = page_hashes[one.page : one.page + 1]
-                self._keep(page, {one.pool: facts[one.pool].holds[one.page : one.page + 1]})
-
-    def _keep(self, page_hashes: PageHashes, held: Mapping[str, BoolArray]) -> None:
-        with self._lock:
-            for i, page_hash in enumerate(page_hashes):
-                rows = {n: table[i] for n, table in held.items() if table[i].any()}
-                if rows:
-                    self._unclaimed.setdefault(page_hash, {}).update(rows)
-            while len(self._unclaimed) > MAX_WAITING_PAGES:
-                self._unclaimed.popitem(last=False)
-
-    def _claim_pages(self, joined: Joined, pages: list[tuple[bytes, dict[str, BoolArray]]]) -> list[bytes]:
-        """Claim pages one knows by hash; return those that the index took."""
-        taken: list[bytes] = []
-        for start in range(0, len(pages), _CLAIM_PAGES):
-            some = pages[start : start + _CLAIM_PAGES]
-            held: dict[str, BoolArray] = {}
-            for i, (_, rows) in enumerate(some):
-                for name, row in rows.items():
-                    if len(joined.owned.get(name, ())) == len(row):
-                        held.setdefault(name, np.zeros((len(some), len(row)), np.bool_))[i] = row
-            hashes = PageHashes.of([h for h, _ in some])
-            good = self._claim(joined, hashes, held)
-            taken += [hashes[i] for i in np.flatnonzero(good).tolist()]
-        return taken
 
 
 def _only(members: Mapping[str, SlotPages], good: set[bytes]) -> dict[str, SlotPages]:

@@ -236,6 +236,7 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         link, joined = self._link, self._link.joined if self._link is not None else None
         if link is None or joined is None:
             return
+        self._writes.forget()
         job_id = link.call(lambda client: client.purge(joined.namespace_id))
         self._writes.forget()
         link.rejoin()
@@ -253,10 +254,18 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         """Return what moved since the last call, where SGLang collects it."""
         return None if self._metrics is None else self._metrics.take()
 
+    def flush(self, seconds: float = 5.0) -> bool:
+        """Wait until what is stored is claimed; return False where the control plane took longer.
+
+        SGLang need not call it: a write is answered when it is stored, its claim follows in milliseconds.
+        """
+        return self._link is None or self._writes.flush(seconds)
+
     def close(self) -> None:
-        """Leave: memory unregistered, store closed, rank removed, thread ended. Again: nothing happens."""
+        """Leave: memory unregistered, store closed, rank removed, threads ended. Again: nothing happens."""
         link, self._link = self._link, None
         if link is not None:
+            self._writes.close()
             self._lookup.close()
             link.close()
 

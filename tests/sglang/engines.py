@@ -304,17 +304,18 @@ class Engine:
         return self.device_bytes(tokens)
 
     def back_up(self, tokens: list[int]) -> None:
-        """Write a prompt's pages to L3 and wait until SGLang has its answer."""
+        """Write a prompt's pages to L3 and wait until SGLang has its answer and the index its claims."""
         node = self._match(tokens).last_device_node
         if self.settings.core == "rust":
             self._write_through()
-            return
-        if self.settings.mode == "buffer_only":
+        elif self.settings.mode == "buffer_only":
             self.steps._buffer_backup_and_wait(self.tree, node)
-            return
-        self.steps._backup_node(self.tree, node)
-        self.steps._write_path_to_l3(self.tree, node)
-        self.steps._flush_l3_backups(self.tree, timeout=60)
+        else:
+            self.steps._backup_node(self.tree, node)
+            self.steps._write_path_to_l3(self.tree, node)
+            self.steps._flush_l3_backups(self.tree, timeout=60)
+        if self.settings.backend == "dynamic":
+            assert self.backend.flush()
 
     def _write_through(self) -> None:
         """Wait until what SGLang writes by itself after an insert is in L3."""

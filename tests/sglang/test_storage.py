@@ -138,6 +138,7 @@ def test_sidecars_are_not_published_before_their_anchor(plane, sglang):
         assert backend.batch_exists(wanted) == 0
         assert backend.batch_exists_v2(wanted, [window]).kv_hit_pages == 0
         assert backend.batch_set_v1(wanted, rows(0, 1, 2, 3)) == [True] * 4
+        assert backend.flush()
         found = backend.batch_exists_v2(wanted, [window])
         assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
         assert found.extra_pool_hit_pages == {"kv": 4, "swa": 4}
@@ -150,6 +151,7 @@ def test_the_window_is_the_call_s(file_plane, sglang):
         put = PoolTransfer(PoolName.SWA, host_indices=rows(0, 1, 2), keys=[wanted[1], wanted[2], wanted[5]])
         assert backend.batch_set_v2([put])["swa"] == [True] * 3
         assert all(backend.batch_set_v1(wanted, rows(0, 1, 2, 3, 4, 5)))
+        assert backend.flush()
         for pages, lengths in ((1, [2, 3, 6]), (2, [3]), (3, [])):
             placeholders = ["__placeholder__"] * pages
             window = PoolTransfer(PoolName.SWA, keys=placeholders, hit_policy=PoolHitPolicy.TRAILING_PAGES)
@@ -209,8 +211,10 @@ def test_a_page_is_a_hit_only_when_both_shards_are_there(file_plane, sglang):
     with Attached(places[0], kv=mha_host()) as first, Attached(places[1], kv=mha_host()) as second:
         wanted = keys(3)
         assert all(first.batch_set_v1(wanted, rows(0, 1, 2)))
+        assert first.flush()
         assert first.batch_exists(wanted) == 0
         assert all(second.batch_set_v1(wanted[:2], rows(0, 1)))
+        assert second.flush()
         assert first.batch_exists(wanted) == 2
 
 
@@ -222,6 +226,7 @@ def test_a_rank_that_does_not_write_kv_reads_it(file_plane, sglang):
     with Attached(places[0], kv=hosts[0]) as writer, Attached(places[1], kv=hosts[1]) as other:
         wanted = keys(3)
         assert all(writer.batch_set_v1(wanted, rows(0, 1, 2)))
+        assert writer.flush()
         assert writer.batch_exists(wanted) == 3
         assert other.batch_get_v1(wanted, rows(2, 1, 0)) == [True] * 3
         written, read = (h.kv_buffer.view(torch.uint8) for h in hosts)  # as numbers, some are NaN
@@ -255,6 +260,7 @@ def test_a_late_draft_is_registered_and_stored(file_plane, sglang):
         until(lambda: "draft" in backend._link.joined.owned)
         assert backend.batch_set_v2([transfer]) == {"draft": [True, True]}
         assert all(backend.batch_set_v1(wanted, rows(0, 1)))
+        assert backend.flush()
         assert backend.batch_exists_v2(wanted, [transfer]).kv_hit_pages == 2
 
 
@@ -272,6 +278,7 @@ def test_stats_tell_pages_and_bandwidth_once(file_plane, sglang):
     with Attached(config(file_plane), kv=mha_host()) as backend:
         wanted = keys(3)
         assert all(backend.batch_set_v1(wanted, rows(0, 1, 2)))
+        assert backend.flush()
         assert all(backend.batch_get_v1(wanted, rows(3, 4, 5)))
         stats = backend.get_stats()
         assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [3])
@@ -286,6 +293,7 @@ def test_a_window_in_mid_sequence_is_the_engine_s_to_vouch_for(file_plane, sglan
         put = PoolTransfer(PoolName.SWA, host_indices=rows(0), keys=wanted[4:5])
         assert backend.batch_set_v2([put])["swa"] == [True]
         assert all(backend.batch_set_v1(wanted, rows(0, 1, 2, 3, 4, 5)))
+        assert backend.flush()
         window = PoolTransfer(PoolName.SWA, keys=["x"] * 2, hit_policy=PoolHitPolicy.TRAILING_PAGES)
         before = HiCacheStorageExtraInfo(prefix_keys=wanted[:4])
         assert backend.batch_exists_v2(wanted[4:], [window], before).restorable_prefix_pages == [1]

@@ -1,0 +1,237 @@
+"""Claims of an engine's stored pages, made behind its back: a write does not wait for the control plane.
+
+Every batch of 128 pages would cost a call. Here a thread makes the calls, one at a time and in the order in
+which the pages were stored, and puts what came meanwhile into one call. Only what the store has confirmed
+comes here (O3), an anchor before what was stored for it later (O2). What the control plane cannot take now
+is kept, within bounds, and tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from dataplane.control_plane import ControlPlaneAway, ControlRefused
+from dataplane.engines.link import EngineLink, Joined
+from dataplane.engines.page_reads import BoolArray
+from dataplane.messages import control
+from dataplane.page_statements import PoolFacts, statements
+from metadata.codec import PageHashes
+from metadata.page_runs import page_runs
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT_PAGES: Final = 262_144
+MAX_QUEUED_PAGES: Final = 16_384
+"""Pages that may wait for the thread; a write that brings more waits too, for a while."""
+CALL_PAGES: Final = 4096
+_ROOM_SECONDS: Final = 5.0
+_NEGATIVE_ENTRY: Final = "negative_entry"
+"""A page that could not be read a moment ago is not claimed for some seconds, even when written anew."""
+
+HeldRows: TypeAlias = dict[str, BoolArray]
+"""Of one page: pool name -> which owned shards are confirmed, bool (shards,)."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """Pages to claim: of each pool which owned shards are confirmed, bool (pages, shards)."""
+
+    joined: Joined
+    page_hashes: PageHashes
+    held: Mapping[str, BoolArray]
+
+
+class Claims:
+    """The claims of one rank. Safe to use from several threads."""
+
+    def __init__(
+        self, link: EngineLink, on_taken: Callable[[PageHashes, Mapping[str, BoolArray]], None]
+    ) -> None:
+        """Take the parts; the thread starts with the first claim.
+
+        Args:
+            link: to the control plane.
+            on_taken: told pages that the index has taken completely, and what was claimed of them.
+        """
+        self._link = link
+        self._on_taken = on_taken
+        self._changed = threading.Condition()
+        self._queue: deque[_Claim] = deque()
+        self._queued_pages = 0
+        self._at_work = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._kept: OrderedDict[bytes, HeldRows] = OrderedDict()
+
+    def claim(self, joined: Joined, page_hashes: PageHashes, held: Mapping[str, BoolArray]) -> None:
+        """Claim pages soon.
+
+        Args:
+            joined: what they were stored with.
+            page_hashes: pages.
+            held: pool name -> which owned shards are confirmed, bool (pages, shards).
+        """
+        claim = _Claim(joined, page_hashes, {n: t for n, t in held.items() if t.any()})
+        if not page_hashes or not claim.held:
+            return
+        with self._changed:
+            room = self._changed.wait_for(
+                lambda: self._closed or self._queued_pages < MAX_QUEUED_PAGES, _ROOM_SECONDS
+            )
+            if room and not self._closed:
+                self._queue.append(claim)
+                self._queued_pages += len(page_hashes)
+                self._start()
+                self._changed.notify_all()
+                return
+            closed = self._closed
+        if closed:
+            self._make(claim)
+        else:
+            log.warning("%d stored pages are claimed later: the control plane is slow", len(page_hashes))
+            self._keep(page_hashes, claim.held)
+
+    def claim_rows(self, joined: Joined, pages: Sequence[tuple[bytes, HeldRows]]) -> None:
+        """Claim pages that one knows one by one; rows of a pool that has other shards now are left out."""
+        for start in range(0, len(pages), CALL_PAGES):
+            some = pages[start : start + CALL_PAGES]
+            held: dict[str, BoolArray] = {}
+            for i, (_, rows) in enumerate(some):
+                for name, row in rows.items():
+                    if len(joined.owned.get(name, ())) == len(row):
+                        held.setdefault(name, np.zeros((len(some), len(row)), np.bool_))[i] = row
+            self.claim(joined, PageHashes.of([h for h, _ in some]), held)
+
+    def retry(self, joined: Joined) -> None:
+        """Claim again what could not be claimed before."""
+        with self._changed:
+            kept, self._kept = self._kept, OrderedDict()
+        self.claim_rows(joined, list(kept.items()))
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all that came was offered to the control plane; return False when time is up before."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._at_work, seconds)
+
+    def forget(self, seconds: float) -> None:
+        """Drop what waits, and wait for the call under way."""
+        with self._changed:
+            self._queue.clear()
+            self._queued_pages = 0
+            self._kept.clear()
+            self._changed.notify_all()
+        self.flush(seconds)
+        with self._changed:
+            self._kept.clear()
+
+    def close(self, seconds: float) -> None:
+        """Make the claims that wait and end the thread; a later claim is made by its caller."""
+        if not self.flush(seconds):
+            log.warning("%d stored pages stay unclaimed", self._queued_pages)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="caketin-claims", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while (claim := self._next()) is not None:
+            try:
+                self._make(claim)
+            except Exception:
+                # The thread is all that claims, so nothing may end it.
+                log.exception("a claim failed in a way that nobody foresaw")
+            with self._changed:
+                self._at_work = False
+                self._changed.notify_all()
+
+    def _next(self) -> _Claim | None:
+        """Wait for claims and take as many as go into one call; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or bool(self._queue))
+            if self._closed:
+                return None
+            taken = [self._queue.popleft()]
+            seen, pages = set(taken[0].page_hashes), len(taken[0].page_hashes)
+            while self._queue:
+                following = self._queue[0]
+                hashes, pages = set(following.page_hashes), pages + len(following.page_hashes)
+                if following.joined is not taken[0].joined or pages > CALL_PAGES or seen & hashes:
+                    break
+                seen |= hashes
+                taken.append(self._queue.popleft())
+            self._queued_pages -= sum(len(c.page_hashes) for c in taken)
+            self._at_work = True
+            self._changed.notify_all()
+        return _merged(taken)
+
+    def _make(self, claim: _Claim) -> None:
+        """Make one claim; what the control plane cannot take now is claimed later."""
+        nothing = np.zeros(len(claim.page_hashes), np.int8)
+        facts = {n: PoolFacts(claim.joined.owned[n], table, nothing) for n, table in claim.held.items()}
+        taken = np.ones(len(claim.page_hashes), np.bool_)
+        try:
+            for call in statements(facts):
+                stored = {
+                    n: control.StoredPool(
+                        pages=page_runs(said.pages),
+                        shards=said.shards,
+                        pool_id=claim.joined.pools.bound[n].pool.spec.pool_id,
+                    )
+                    for n, said in call.items()
+                }
+                result = self._link.commit(claim.joined.namespace_id, claim.page_hashes, stored)
+                self._note_rejected(claim, result.rejected, taken)
+        except (ControlPlaneAway, ControlRefused) as error:
+            log.warning("%d stored pages are claimed later: %s", len(claim.page_hashes), error)
+            if isinstance(error, ControlPlaneAway) or error.passing or self._link.forgotten(error):
+                self._keep(claim.page_hashes, claim.held)
+            return
+        pages = PageHashes.of([claim.page_hashes[i] for i in np.flatnonzero(taken).tolist()])
+        self._on_taken(pages, {n: table[taken] for n, table in claim.held.items()})
+
+    def _note_rejected(self, claim: _Claim, rejected: Sequence[control.Rejection], taken: BoolArray) -> None:
+        """Note what the index did not take; what it only takes later is claimed later."""
+        for one in rejected:
+            if one.page >= len(claim.page_hashes) or one.pool not in claim.held:
+                continue
+            taken[one.page] = False
+            if one.code == _NEGATIVE_ENTRY:
+                row = slice(one.page, one.page + 1)
+                self._keep(claim.page_hashes[row], {one.pool: claim.held[one.pool][row]})
+
+    def _keep(self, page_hashes: PageHashes, held: Mapping[str, BoolArray]) -> None:
+        with self._changed:
+            for i, page_hash in enumerate(page_hashes):
+                rows = {n: table[i] for n, table in held.items() if table[i].any()}
+                if rows:
+                    self._kept.setdefault(page_hash, {}).update(rows)
+            while len(self._kept) > MAX_KEPT_PAGES:
+                self._kept.popitem(last=False)
+
+
+def _merged(claims: Sequence[_Claim]) -> _Claim:
+    """Return claims of different pages as one."""
+    if len(claims) == 1:
+        return claims[0]
+    joined = claims[0].joined
+    names = dict.fromkeys(n for c in claims for n in c.held)
+    held = {}
+    for name in names:
+        columns = len(joined.owned[name])
+        nothing = {len(c.page_hashes): np.zeros((len(c.page_hashes), columns), np.bool_) for c in claims}
+        held[name] = np.concatenate([c.held.get(name, nothing[len(c.page_hashes)]) for c in claims])
+    return _Claim(joined, PageHashes(b"".join(c.page_hashes.raw for c in claims)), held)
