@@ -7,6 +7,7 @@ pools live in a companion key that only commit, missing and explain touch.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from metadata.shard_bitmap import shard_bitmap, shards_in
 
 CHUNKS: Final = (64, 256, 1024, 4096)
 PAGES_PER_SCRIPT: Final = 512
+SCRIPTS_PER_WAVE: Final = 8
 SICK_REASONS: Final = frozenset({"timeout"})
 """Why bytes could not be read although the store goes on saying that they exist (T2's negative entry). What
 the store itself calls gone is really written again by the next put, and may be claimed at once."""
@@ -192,14 +194,31 @@ class PageIndex:
             parts += [CommitPart(cut, named, waits_for) for cut in self._parts(page_hashes, pages)]
         done = Committed(0, 0, [])
         while parts:
-            calls = [self._commit_call(namespace_id, page_hashes, part) for part in parts]
             again: list[CommitPart] = []
-            for part, answer in zip(parts, await self._redis.run_all(calls), strict=True):
+            for part, answer in zip(parts, await self._commit(namespace_id, page_hashes, parts), strict=True):
                 done = part.add(done, answer)
                 if answer[4]:
                     again.append(part.with_notes(answer[4]))
             parts = again
         return Committed(done.committed, done.complete, sorted(done.rejected))
+
+    async def _commit(
+        self, namespace_id: str, page_hashes: Sequence[bytes], parts: Sequence[CommitPart]
+    ) -> list[Any]:
+        """Run the scripts of a commit; Redis works on the first of many while the others are written here."""
+        waves: list[asyncio.Task[list[Any]]] = []
+        for at in range(0, len(parts), SCRIPTS_PER_WAVE):
+            wave = parts[at : at + SCRIPTS_PER_WAVE]
+            calls = [self._commit_call(namespace_id, page_hashes, part) for part in wave]
+            waves.append(asyncio.create_task(self._redis.run_all(calls)))
+            await asyncio.sleep(0)
+        answers: list[Any] = []
+        # All are waited for, so that none is still at it when the caller is told that one failed.
+        for found in await asyncio.gather(*waves, return_exceptions=True):
+            if isinstance(found, BaseException):
+                raise found
+            answers += found
+        return answers
 
     async def clear(
         self, namespace_id: str, page_hashes: Sequence[bytes], lost: Sequence[Lost], generations: bytes | None
@@ -300,10 +319,11 @@ def _by_signature(masks: Sequence[BoolArray]) -> Iterator[tuple[NDArray[np.int64
     """Group pages by which of `masks` they are in, so that one plan serves each group."""
     if not masks:
         return
-    membership = np.packbits(np.stack(masks, axis=1), axis=1)
-    patterns, inverse = np.unique(membership, axis=0, return_inverse=True)
-    for k in range(len(patterns)):
-        pages = np.flatnonzero(inverse.reshape(-1) == k)
-        members = [m for m, mask in enumerate(masks) if mask[pages[0]]]
+    # A bit a mask: a namespace has no more variants than that, and integers sort fast.
+    signatures = np.zeros(len(masks[0]), np.uint64)
+    for m, mask in enumerate(masks):
+        signatures |= mask.astype(np.uint64) << np.uint64(m)
+    for signature in np.unique(signatures).tolist():
+        members = [m for m in range(len(masks)) if signature >> m & 1]
         if members:
-            yield pages, members
+            yield np.flatnonzero(signatures == signature), members
