@@ -15,38 +15,55 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates=20* python3=3.11.* \
  && rm -rf /var/lib/apt/lists/*
 
-FROM python AS build
+# What changes seldom first: dependencies, from pyproject.toml and in the versions of constraints.txt, which also
+# hold for what builds the wheel.
+FROM python AS dependencies
 RUN apt-get update \
  && apt-get install -y --no-install-recommends python3-venv=3.11.* \
  && rm -rf /var/lib/apt/lists/*
-# Constraints also hold for what builds the wheel.
 ENV PIP_CONSTRAINT=/src/constraints.txt \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_NO_CACHE_DIR=1
 WORKDIR /src
-COPY constraints.txt pyproject.toml README.md CHANGELOG.md LICENSE ./
+COPY constraints.txt pyproject.toml ./
+RUN python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*p['dependencies'], *p['optional-dependencies']['server'], sep='\n')" > server.txt \
+ && python3 -m venv /opt/caketin \
+ && /opt/caketin/bin/pip install -r server.txt
+
+FROM dependencies AS dependencies-dataplane
+# cpu, cuda12 or cuda13: extras of pyproject.toml, each of which names one exact version of Mooncake.
+ARG MOONCAKE=cpu
+RUN python3 -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+print(*p['optional-dependencies']['${MOONCAKE}'], sep='\n')" > mooncake.txt \
+ && /opt/caketin/bin/pip install -r mooncake.txt
+
+# Nothing stays that the program does not need: no pip, no setuptools.
+FROM dependencies AS build-api
+COPY README.md CHANGELOG.md LICENSE ./
 COPY metadata metadata
 COPY dataplane dataplane
 COPY api api
 COPY caketin caketin
-RUN python3 -m venv /opt/caketin \
- && /opt/caketin/bin/pip install ".[server]"
-
-FROM build AS build-dataplane
-# cpu, cuda12 or cuda13: extras of pyproject.toml, each of which names one exact version of Mooncake.
-ARG MOONCAKE=cpu
-RUN /opt/caketin/bin/pip install ".[server,${MOONCAKE}]" \
+RUN /opt/caketin/bin/pip install --no-deps . \
  && /opt/caketin/bin/pip uninstall -y pip setuptools
 
-# Nothing that the program does not need: no pip, no setuptools.
-FROM build AS build-api
-RUN /opt/caketin/bin/pip uninstall -y pip setuptools
+FROM dependencies-dataplane AS build-dataplane
+COPY README.md CHANGELOG.md LICENSE ./
+COPY metadata metadata
+COPY dataplane dataplane
+COPY api api
+COPY caketin caketin
+RUN /opt/caketin/bin/pip install --no-deps . \
+ && /opt/caketin/bin/pip uninstall -y pip setuptools
 
 FROM python AS dataplane
 # curl asks the agent's socket; libibverbs and its providers are RDMA.
 RUN apt-get update \
  && apt-get install -y --no-install-recommends curl=7.88.* ibverbs-providers=44.0-* libibverbs1=44.0-* \
  && rm -rf /var/lib/apt/lists/*
+# A volume made here belongs to the program.
+RUN install -d -o 10001 -g 10001 /var/lib/caketin /run/caketin
 COPY --from=build-dataplane /opt/caketin /opt/caketin
 ENV PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
@@ -61,6 +78,7 @@ ENTRYPOINT ["caketin"]
 CMD ["--help"]
 
 FROM python AS api
+RUN install -d -o 10001 -g 10001 /var/lib/caketin
 COPY --from=build-api /opt/caketin /opt/caketin
 ENV PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \

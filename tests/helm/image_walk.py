@@ -37,11 +37,10 @@ class Image:
     layers: list[Path]
     config: ImageConfig
 
-    def bytes(self) -> int:
-        """Size of all layers."""
-        done = subprocess.run(
-            ["du", "-scb", *map(str, self.layers)], check=True, capture_output=True, text=True
-        )
+    def own_bytes(self) -> int:
+        """Size of the layers above the base."""
+        command = ["du", "-scb", *map(str, self.layers[1:])]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
         return int(done.stdout.splitlines()[-1].split()[0])
 
     def files(self, pattern: str) -> list[str]:
