@@ -53,7 +53,9 @@ def page_hash(path) -> bytes:
 
 
 # Prompts share a trunk of 0s and leave it now and then.
-prompts = st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=DEPTH)
+turns = st.sampled_from([0, 0, 0, 0, 0, 1])
+prompts = st.one_of(st.lists(turns, min_size=4, max_size=DEPTH), st.lists(turns, min_size=1, max_size=DEPTH))
+starts = st.sampled_from([0, 0, 0, *range(DEPTH)])
 sessions = st.sampled_from(SESSIONS)
 index = st.integers(0, 1 << 16)
 
@@ -67,12 +69,12 @@ class HostStates(RuleBasedStateMachine):
     def begin(self, data):
         specs = SETS[self.pool_set]
         owners = [s.name for s in specs if s.indices_from is None]
-        slots = {n: data.draw(st.integers(3, 14), label=f"slots of {n}") for n in owners}
+        slots = {n: data.draw(st.integers(4, 20), label=f"slots of {n}") for n in owners}
         self.tier = HostTier(specs, slots)
         self.model = HostModel(specs, slots)
         self.ended: list[str] = []
         for session in SESSIONS[:2]:
-            self.open_or_end(session)
+            self.open(session)
 
     # Drawing
 
@@ -83,7 +85,8 @@ class HostStates(RuleBasedStateMachine):
 
     def some_pools(self, data):
         names = list(self.model.specs)
-        return data.draw(st.one_of(st.none(), st.lists(st.sampled_from(names), min_size=1, unique=True)))
+        some = st.lists(st.sampled_from(names), min_size=1, unique=True)
+        return data.draw(st.one_of(st.none(), st.none(), some))
 
     def masks(self, data, names, pages):
         """For each of the pools some pages: most often a leading run or a trailing one, as transfers have."""
@@ -112,12 +115,18 @@ class HostStates(RuleBasedStateMachine):
 
     # Sessions
 
-    @rule(session=sessions)
-    def open_or_end(self, session):
-        if session not in self.model.sessions:
+    def open(self, session):
+        self.tier.open_session(session)
+        self.model.sessions[session] = []
+        with pytest.raises(InvalidInput, match="is open already"):
             self.tier.open_session(session)
-            self.model.sessions[session] = []
-            return
+
+    @rule(session=sessions, now=st.sampled_from([False, False, False, True]))
+    def end(self, session, now):
+        if now and session in self.model.sessions:
+            self.end_session(session)
+
+    def end_session(self, session):
         tokens = list(self.model.sessions[session])
         got = self.tier.end_session(session)
         holds = [t for t in tokens if t in self.model.holds]
@@ -136,10 +145,10 @@ class HostStates(RuleBasedStateMachine):
         self.ended += [t for t in tokens if t not in quarantined]
         assert (got.locks, got.freed, got.quarantined) == (tuple(holds), freed, tuple(quarantined))
 
-    def opened(self, session):
-        """Whether the session is open; if it is not, it is refused and does nothing."""
+    def must_be_open(self, session):
+        """Open the session if it is not, after seeing that it is refused."""
         if session in self.model.sessions:
-            return True
+            return
         with pytest.raises(UnknownSession):
             self.tier.lock(session, [])
         with pytest.raises(UnknownSession):
@@ -148,11 +157,11 @@ class HostStates(RuleBasedStateMachine):
             self.tier.reserve(session, [page_hash((0,))])
         with pytest.raises(UnknownSession):
             self.tier.pin([], session=session)
-        return False
+        self.open(session)
 
     # Looking
 
-    @rule(prompt=prompts, start=index, data=st.data())
+    @rule(prompt=prompts, start=starts, data=st.data())
     def match(self, prompt, start, data):
         pages, parent = self.call(prompt, start)
         names = self.some_pools(data)
@@ -170,13 +179,12 @@ class HostStates(RuleBasedStateMachine):
 
     # Locks and pins
 
-    @rule(prompt=prompts, start=index, session=sessions, data=st.data())
+    @rule(prompt=prompts, start=starts, session=sessions, data=st.data())
     def lock(self, prompt, start, session, data):
         pages, parent = self.call(prompt, start)
         names = self.some_pools(data)
-        if not self.opened(session):
-            return
-        length = data.draw(st.one_of(st.none(), st.integers(0, len(pages))))
+        self.must_be_open(session)
+        length = data.draw(st.one_of(st.none(), st.just(len(pages)), st.integers(0, len(pages))))
         got = self.tier.lock(session, pages, parent=parent, pools=names, length=length)
         self.same_match(got.restorable, pages, parent, names)
         if length is None:
@@ -194,11 +202,11 @@ class HostStates(RuleBasedStateMachine):
         if taken:
             self.model.hold(got.token, "lock", session, taken)
 
-    @rule(prompt=prompts, start=index, session=st.one_of(st.none(), sessions), data=st.data())
+    @rule(prompt=prompts, start=starts, session=st.one_of(st.none(), sessions), data=st.data())
     def pin(self, prompt, start, session, data):
         pages, _ = self.call(prompt, start)
-        if session is not None and not self.opened(session):
-            return
+        if session is not None:
+            self.must_be_open(session)
         names = self.some_pools(data)
         masks = None
         if names is not None and data.draw(st.booleans()):
@@ -228,16 +236,27 @@ class HostStates(RuleBasedStateMachine):
 
     # Slots
 
-    @rule(prompt=prompts, start=index, session=st.one_of(st.none(), sessions), data=st.data())
+    @rule(prompt=prompts, start=starts, session=st.one_of(st.none(), sessions), data=st.data())
     def reserve(self, prompt, start, session, data):
         pages, parent = self.call(prompt, start)
-        if session is not None and not self.opened(session):
-            return
+        if session is not None:
+            self.must_be_open(session)
         names = self.some_pools(data)
         pools = names
         if names is not None and data.draw(st.booleans()):
             pools = self.masks(data, names, len(pages))
-        fresh = data.draw(st.booleans())
+        self.reserve_pages(session, pages, parent, names, pools, data.draw(st.booleans()))
+
+    @rule(prompt=prompts, start=starts, session=sessions, fresh=st.booleans())
+    def insert(self, prompt, start, session, fresh):
+        """Reserve, fill and publish in one go."""
+        pages, parent = self.call(prompt, start)
+        self.must_be_open(session)
+        token = self.reserve_pages(session, pages, parent, None, None, fresh)
+        if token is not None:
+            self.publish_pages(token, None)
+
+    def reserve_pages(self, session, pages, parent, names, pools, fresh):
         every = set(range(len(pages)))
         asked = dict.fromkeys(names or self.model.specs, every)
         if isinstance(pools, dict):
@@ -249,9 +268,10 @@ class HostStates(RuleBasedStateMachine):
                 self.tier.reserve(session, pages, parent=parent, pools=pools, fresh=fresh)
             told = {n: (s.asked, s.free, s.locked) for n, s in refused.value.pools.items()}
             assert told == short
-            return
+            return None
         got = self.tier.reserve(session, pages, parent=parent, pools=pools, fresh=fresh)
         self.begin_filling(got, plan, asked)
+        return got.token
 
     def begin_filling(self, got, plan, asked):
         self.model.begin(got.token, plan)
@@ -262,12 +282,14 @@ class HostStates(RuleBasedStateMachine):
                 evicted[space] = self.model.evict(space, lacking)
         assert {e.pool: list(e.page_hashes) for e in got.evicted} == evicted
         used = {space: self.model.used_slots(space) for space in self.model.slots}
-        for name, at in asked.items():
+        for name in asked:
             space = self.model.space(name)
             for i in range(len(plan.pages)):
                 slot, key = int(got.slots[name][i]), (space, i)
-                assert got.resident[name][i] == (i in at and key in plan.shared)
-                if i not in at:
+                # The logical anchor asks for what it is made of.
+                wanted = self.model.needs(name) <= plan.asked.get(key, frozenset())
+                assert got.resident[name][i] == (wanted and key in plan.shared)
+                if not wanted:
                     assert slot == NO_SLOT
                 elif key in plan.shared:
                     assert slot == plan.shared[key].slot
@@ -295,6 +317,10 @@ class HostStates(RuleBasedStateMachine):
             with pytest.raises(InvalidInput, match="still written"):
                 self.tier.publish(token, filled)
             return
+        self.publish_pages(token, filled)
+
+    def publish_pages(self, token, filled):
+        filling = self.model.fillings[token]
         got = self.tier.publish(token, filled)
         every = set(range(len(filling.pages)))
         done = dict.fromkeys(filling.pools, every)
@@ -410,7 +436,7 @@ class HostStates(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         for session in list(self.model.sessions):
-            self.open_or_end(session)
+            self.end_session(session)
         for token in list(self.model.holds):
             self.tier.release(token)
             self.model.release(token)

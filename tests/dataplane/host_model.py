@@ -107,7 +107,7 @@ class HostModel:
         return None
 
     def to_lock(self, pages, parent, length, space) -> list[Cell]:
-        """Walk up from the locked page over its window or everything; tombstones are passed. First page first."""
+        """Walk up from the locked page; tombstones are passed. The answer has the first page first."""
         found = []
         position = length - 1
         while (page := self.page_at(pages, parent, position)) not in (None, NAMELESS):
