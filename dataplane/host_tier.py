@@ -318,13 +318,17 @@ class HostTier:
 
         Raises:
             UnknownSession, UnknownPool: there is no such thing.
-            InvalidInput: no page, a hash that is none or comes twice, a chain that contradicts what is known,
-                a mask that does not fit.
+            InvalidInput: no page, no pool, a hash that is none or comes twice, a chain that contradicts what
+                is known, or a mask that does not fit.
             NoSlots: a pool has too few, even if all that may go went. Nothing was done.
         """
         if session is not None:
             self._ledger.check(session)
         hashes = chain_of(page_hashes, parent)
+        if not hashes or (pools is not None and not pools):
+            empty = "pools" if hashes else "page_hashes"
+            error = FieldError(empty, "empty", "is empty; a reservation is for some pools of some pages")
+            raise InvalidInput("nothing is asked for", [error])
         nodes = self._pages.tree.find(hashes)
         self._check_chain(nodes, parent)
         asked = self._layout.asked(pools, len(hashes))
