@@ -231,8 +231,9 @@ def test_redis_keeps_claims_over_a_restart(project: Project) -> None:
     proxy = f"http://{project.address('proxy')}:7411"
 
     def claimed() -> int:
-        listed = curl(project, f"{proxy}/v1/namespaces", *operator)
-        return sum(n["pages"] for n in listed.get("namespaces", []))
+        listed = curl(project, f"{proxy}/v1/namespaces", *operator).get("namespaces", [])
+        ids = [n["namespace_id"] for n in listed]
+        return sum(curl(project, f"{proxy}/v1/namespaces/{i}", *operator)["pages"] for i in ids)
 
     before = claimed()
     assert before > 0
