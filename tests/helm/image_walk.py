@@ -47,7 +47,7 @@ class Image:
         """Paths in the image, of the layers above the base, that match."""
         return [
             str(p.relative_to(layer)) for layer in self.layers[1:] for p in layer.rglob("*")
-            if fnmatch.fnmatch(str(p.relative_to(layer)), pattern)
+            if (p.is_file() or p.is_dir()) and fnmatch.fnmatch(str(p.relative_to(layer)), pattern)
         ]  # fmt: skip
 
 
@@ -73,7 +73,9 @@ def script_in(
     lines = ["set -e", "at=$(mktemp -d)", 'mount -t tmpfs tmpfs "$at"', 'mkdir "$at/root" "$at/none"']
     lower = ":".join(str(layer) for layer in reversed(layers))
     if write_to is None:
-        lines.append(f'mount -t overlay overlay -o "ro,lowerdir=$at/none:{lower}" "$at/root"')
+        lines.append('mkdir "$at/upper" "$at/work"')
+        options = f"lowerdir={lower},upperdir=$at/upper,workdir=$at/work"
+        lines.append(f'mount -t overlay overlay -o "{options}" "$at/root"')
     else:
         work = write_to.with_name(write_to.name + ".work")
         lines.append(f"mkdir -p {write_to} {work}")
@@ -96,6 +98,9 @@ def script_in(
             lines += [make, f"mount --bind {shlex.quote(source)} {at}"]
             if kind == "ro":
                 lines.append(f"mount -o remount,bind,ro {at}")
+    if write_to is None:
+        # Only now: mount points had to be made.
+        lines.append('mount -o remount,ro "$root"')
     inner = f"cd {shlex.quote(workdir)} && exec {shlex.join(command)}"
     lines.append(f'exec chroot --userspec={user} --groups= "$root" /bin/sh -c {shlex.quote(inner)}')
     return "\n".join(lines)
