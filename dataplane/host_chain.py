@@ -40,12 +40,9 @@ def chain_of(page_hashes: Sequence[bytes], parent: bytes | None, *, distinct: bo
 
 
 def _repeated(hashes: list[bytes], parent: bytes | None) -> str:
-    seen = {parent}
-    for i, page_hash in enumerate(hashes):
-        if page_hash in seen:
-            return f"page_hashes[{i}]"
-        seen.add(page_hash)
-    raise AssertionError("no page comes twice")
+    first = {page_hash: i for i, page_hash in reversed(list(enumerate(hashes)))}
+    at = next(i for i, page_hash in enumerate(hashes) if page_hash == parent or first[page_hash] != i)
+    return f"page_hashes[{at}]"
 
 
 def _refused(field: str, code: str, detail: str) -> InvalidInput:

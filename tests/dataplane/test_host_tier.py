@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from dataplane.host_answers import NoSlots, UnknownToken
+from dataplane.host_answers import NoSlots, UnknownSession, UnknownToken
 from dataplane.host_tier import NO_SLOT, HostTier
 from metadata.codec import PageHashes
 from metadata.errors import InvalidInput, UnknownPool
@@ -182,6 +182,44 @@ def test_slots_that_the_store_writes_are_quarantined_until_the_call_is_back():
     assert tier.status()["kv"].free == 4
 
 
+def test_slots_that_the_store_writes_cannot_be_published():
+    tier = tier_of(KV)
+    got = tier.reserve("a", H[:2])
+    tier.hand_to_store(got.token)
+    with pytest.raises(InvalidInput, match="still written"):
+        tier.publish(got.token)
+    assert not tier.store_returned(got.token)
+    assert tier.publish(got.token).pages == 2
+    with pytest.raises(UnknownToken):
+        tier.store_returned(got.token)
+
+
+def test_a_prefetch_that_read_nothing_leaves_nothing():
+    tier = tier_of(KV)
+    got = tier.reserve("a", H[:2], fresh=True)
+    assert tier.publish(got.token, {"kv": np.zeros(2, np.bool_)}).pages == 0
+    assert tier.pages == 0
+    tier.release(tier.reserve("a", H[:2]).token)
+    assert tier.status()["kv"].free == 8
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.lock("c", H[:1]),
+        lambda t: t.reserve("c", H[:1]),
+        lambda t: t.pin(H[:1], session="c"),
+        lambda t: t.end_session("c"),
+    ],
+)
+def test_a_session_that_was_not_opened_gets_nothing(call):
+    tier = tier_of(KV)
+    insert(tier, H[:1])
+    with pytest.raises(UnknownSession):
+        call(tier)
+    assert tier.sessions == ("a", "b")
+
+
 def test_a_session_that_dies_leaves_nothing_but_the_pins_of_others():
     tier = tier_of(KV, slots=6)
     insert(tier, H[:2])
@@ -341,3 +379,12 @@ def test_a_million_pages_fit_in_a_gigabyte():
     tracemalloc.stop()
     assert tier.status()["kv"].resident == pages
     assert heap / pages < 600
+
+
+def test_a_pin_holds_the_pages_of_its_masks_and_a_reservation_may_be_nobodys():
+    tier = tier_of(KV, SWA)
+    tier.publish(tier.reserve(None, H[:3]).token)
+    pins = tier.pin(H[:3], pools={"kv": np.array([1, 0, 1], np.bool_), "swa": np.zeros(3, np.bool_)})
+    assert pins.slots["kv"].tolist() == [0, NO_SLOT, 2]
+    assert {name: c.locked for name, c in tier.status().items()} == {"kv": 2, "swa": 0}
+    tier.release(pins.token)
