@@ -81,7 +81,7 @@ def times(tier: HostTier, pages: int, call: int, repeats: int) -> Iterator[tuple
         return statistics.median(found) * 1e3
 
     fresh = itertools.count(pages, call)
-    one = itertools.count(1 << 40)
+    singles = iter([chain(start, 1) for start in range(1 << 40, (1 << 40) + repeats)])
     absent = chain(1 << 50, call)
 
     yield f"match, {call} resident pages", median_ms(lambda: tier.match(next(turn)))
@@ -99,11 +99,11 @@ def times(tier: HostTier, pages: int, call: int, repeats: int) -> Iterator[tuple
         f"pin, {call} pages",
         median_ms(lambda: tier.pin(next(turn)), lambda pins: tier.release(pins.token)),
     )
-    new = (chain(start, call) for start in fresh)
+    new = iter([chain(start, call) for start in itertools.islice(fresh, repeats)])
     reserved: list[str] = []
     yield (
         f"reserve, {call} pages, as many evicted",
-        median_ms(lambda h=new: tier.reserve("bench", next(h)), lambda got: reserved.append(got.token))
+        median_ms(lambda: tier.reserve("bench", next(new)), lambda got: reserved.append(got.token))
         if pages >= call * repeats * 2
         else float("nan"),
     )
@@ -113,7 +113,7 @@ def times(tier: HostTier, pages: int, call: int, repeats: int) -> Iterator[tuple
     )
     yield f"evict, {call} pages", median_ms(lambda: tier.evict("kv", call))
     yield "evict, 1 page", median_ms(lambda: tier.evict("kv", 1))
-    yield "reserve and publish 1 page", median_ms(lambda: insert(tier, chain(next(one), 1)))
+    yield "reserve and publish 1 page", median_ms(lambda: insert(tier, next(singles)))
 
 
 def main() -> None:

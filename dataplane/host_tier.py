@@ -139,7 +139,8 @@ class HostTier:
         hashes = chain_of(page_hashes, parent, distinct=False)
         chosen = self._layout.chosen(pools)
         nodes = self._pages.tree.find(hashes)
-        return Match(self._restorable(nodes, parent, chosen), self._pages.slots(chosen, nodes))
+        slots = self._pages.slots(chosen, nodes)
+        return Match(self._restorable(slots, parent), slots)
 
     def status(self) -> dict[str, SlotCounts]:
         """Return the counts of each slot space under the name of the pool that owns it."""
@@ -244,7 +245,8 @@ class HostTier:
         chosen = self._layout.chosen(pools)
         nodes = self._pages.tree.find(hashes)
         self._check_chain(nodes, parent)
-        found = self._restorable(nodes, parent, chosen)
+        slots = self._pages.slots(chosen, nodes)
+        found = self._restorable(slots, parent)
         pages = found.hit_pages if length is None else length
         if not 0 <= pages <= len(hashes):
             detail = f"is {pages}, the call has {len(hashes)} pages"
@@ -255,7 +257,7 @@ class HostTier:
         spaces = sorted({self._layout.pools[name].space for name in chosen})
         covered = {space: self._pages.covered(space, prefix) for space in spaces}
         token = self._hold(HoldKind.HOST_LOCK, session, covered)
-        return Locked(token, pages, found, self._locked_slots(chosen, nodes, pages))
+        return Locked(token, pages, found, self._within_lock(slots, pages))
 
     def pin(self, page_hashes: Sequence[bytes], *, pools: Pools = None, session: str | None = None) -> Pinned:
         """Keep exactly these pages where they are while a device or a store reads them.
@@ -425,9 +427,9 @@ class HostTier:
 
     # Within
 
-    def _restorable(self, nodes: NodeArray, parent: bytes | None, chosen: list[str]) -> Restorable:
-        policies = {name: self._layout.pools[name].policy for name in chosen}
-        presence = {name: self._pages.presence(name, nodes) for name in chosen}
+    def _restorable(self, slots: PageSlots, parent: bytes | None) -> Restorable:
+        policies = {name: self._layout.pools[name].policy for name in slots}
+        presence = {name: row != NO_SLOT for name, row in slots.items()}
         before = self._pages.before(parent, self._layout.longest_window)
         windows = [n for n, policy in policies.items() if isinstance(policy, TrailingPages)]
         prefix = {name: self._pages.presence(name, before) for name in windows}
@@ -451,8 +453,7 @@ class HostTier:
         for taken in hold.taken:
             self._pages.give(hold.kind, taken)
 
-    def _locked_slots(self, chosen: list[str], nodes: NodeArray, pages: int) -> PageSlots:
-        slots = self._pages.slots(chosen, nodes)
+    def _within_lock(self, slots: PageSlots, pages: int) -> PageSlots:
         for name, row in slots.items():
             window = self._layout.windows[self._layout.pools[name].space]
             row[pages:] = NO_SLOT
