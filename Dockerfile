@@ -58,9 +58,10 @@ RUN /opt/caketin/bin/pip install --no-deps . \
  && /opt/caketin/bin/pip uninstall -y pip setuptools
 
 FROM python AS dataplane
-# curl asks the agent's socket; libibverbs and its providers are RDMA.
+# curl asks the agent's socket; libibverbs and its providers are RDMA; Mooncake links against the last three.
 RUN apt-get update \
- && apt-get install -y --no-install-recommends curl=7.88.* ibverbs-providers=44.0-* libibverbs1=44.0-* \
+ && apt-get install -y --no-install-recommends curl=7.88.* ibverbs-providers=44.0-* \
+    libcurl4=7.88.* libibverbs1=44.0-* libnuma1=2.0.* \
  && rm -rf /var/lib/apt/lists/*
 # A volume made here belongs to the program.
 RUN install -d -o 10001 -g 10001 /var/lib/caketin /run/caketin

@@ -62,7 +62,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c 'import mooncake.store' 2>/dev/null || { \
 	  echo "Note: Mooncake does not load here, so only the file store is at hand."; \
 	  echo "      $$($(BIN)/python -c 'import mooncake.store' 2>&1 | tail -1)"; \
-	  echo "      (libibverbs.so.1 is in Debian's package libibverbs1.)"; }
+	  echo "      (On Debian: apt-get install libibverbs1 libnuma1 libcurl4.)"; }
 	@touch $@
 
 test: setup ## the quick suites, under five minutes

@@ -105,7 +105,7 @@ def load_native() -> Any:
     except ImportError as e:
         raise StoreUnavailable(
             f"Mooncake does not load: {e}. Install caketin[cpu], [cuda12] or [cuda13]; "
-            "on Debian the [cpu] wheel also needs the package libibverbs1"
+            "on Debian the [cpu] wheel also needs the packages libibverbs1, libnuma1 and libcurl4"
         ) from e
 
 

@@ -17,7 +17,7 @@ from caketin.doctor.finding import Finding
 _OLDEST, _NEWEST = (3, 11), (3, 13)
 _NEIGHBOURS: Final = ("metadata", "dataplane", "api")
 _IBVERBS: Final = "libibverbs.so.1"
-_APT: Final = "apt-get install -y --no-install-recommends libibverbs1"
+_APT: Final = "apt-get install -y --no-install-recommends libibverbs1 libnuma1 libcurl4"
 _LOAD_SECONDS: Final = 60.0
 _EXTRAS: Final = "pip install 'caketin[cpu]' (on a GPU machine caketin[cuda12] or caketin[cuda13])"
 _OURS: Final = {
@@ -112,7 +112,7 @@ def _load_error() -> str:
 
 
 def _load_advice(why: str, wheel: str) -> str:
-    if "libibverbs" in why:
+    if any(library in why for library in ("libibverbs", "libnuma", "libcurl")):
         return f"Debian, Ubuntu: {_APT}"
     if any(library in why for library in ("libcuda", "libcudart", "libnvidia")):
         extra = _OURS.get(wheel, "this one")
