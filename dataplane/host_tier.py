@@ -230,7 +230,8 @@ class HostTier:
         Args:
             session: whose lock it is.
             page_hashes: pages of the call, in order.
-            parent: the page before them; the lock covers the pages before the call too.
+            parent: the page before them; the lock covers the pages before the call too, also where nothing
+                of the call itself can be restored.
             length: pages of the call to lock; None for the longest restorable length. What is not resident is
                 skipped.
             pools: the pools that gate, and whose slots are locked; None for all.
