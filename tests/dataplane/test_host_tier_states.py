@@ -16,8 +16,9 @@ def test_short_histories_agree_with_the_model(pool_set):
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pool_set", SETS)
-@pytest.mark.parametrize("examples", [pytest.param(20, id="smoke"), pytest.param(125, id="long")])
-def test_histories_of_5000_steps_a_pool_set_agree_with_the_model(pool_set, examples):
+@pytest.mark.parametrize("examples", [pytest.param(20, id="smoke"), pytest.param(200, id="long")])
+def test_long_histories_agree_with_the_model(pool_set, examples):
+    # A history has up to 40 steps, 30 on the whole: 200 of them for four pool sets are 20,000 and more.
     drive(pool_set, examples=examples, steps=40)
 
 
