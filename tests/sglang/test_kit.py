@@ -1,4 +1,4 @@
-"""SGLang's own L3 test kit: what passes with its backend `file` passes with caketin, for all pool sets it has.
+"""SGLang's own L3 test kit: what passes with its backend `file` passes with caketin, for its every pool set.
 
 Each test plays a scenario over `file` first. Where that does not pass, here and now, caketin owes nothing.
 """
