@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
@@ -23,6 +23,7 @@ from metadata.redis_url import parse_redis_url
 _SECONDS: Final = 3.0
 _SKEW_SECONDS: Final = 2.0
 _NO_EVICTION: Final = "noeviction"
+_SKEW: Final = "(seconds that this clock is ahead)"
 
 
 def redis(url: str) -> Iterator[Finding]:
@@ -40,6 +41,9 @@ def redis(url: str) -> Iterator[Finding]:
         return
     for name, answers in nodes.items():
         yield _redis_node(name, answers)
+    skews = {name: float(answers[_SKEW]) for name, answers in nodes.items() if _SKEW in answers}
+    if skews:
+        yield _redis_clock(*max(skews.items(), key=lambda item: abs(item[1])))
 
 
 async def _redis_nodes(url: str) -> dict[str, dict[str, str]]:
@@ -53,8 +57,13 @@ async def _redis_nodes(url: str) -> dict[str, dict[str, str]]:
 
 async def _asked(node: RedisNode) -> dict[str, str]:
     sections = [Command(("INFO", section)) for section in ("server", "memory", "replication", "persistence")]
-    answers: list[Any] = await node.call(sections)
+    before = time.time()
+    *answers, clock = await node.call([*sections, Command(("TIME",))])
+    after = time.time()
     found: dict[str, str] = {}
+    if not isinstance(clock, Exception):
+        theirs = int(clock[0]) + int(clock[1]) / 1e6
+        found[_SKEW] = str(max(before - theirs, 0.0) or min(after - theirs, 0.0))
     for answer in answers:
         if isinstance(answer, Exception):
             raise CaketinError(str(answer))
@@ -84,6 +93,14 @@ def _redis_node(name: str, info: dict[str, str]) -> Finding:
         )
         return Finding("Redis", f"{found}, no append-only file", "warn", advice)
     return Finding("Redis", found)
+
+
+def _redis_clock(name: str, skew: float) -> Finding:
+    if abs(skew) <= _SKEW_SECONDS:
+        return Finding("Redis' clock", "agrees with this machine's")
+    found = f"{abs(skew):.1f} s {'behind' if skew > 0 else 'ahead of'} this machine's ({name})"
+    advice = "leases, hit rates and ages of misses go by these clocks: run an NTP client on both machines"
+    return Finding("Redis' clock", found, "warn", advice)
 
 
 def master(address: str, http: str | None) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ _STAND_INS: dict[str, tuple[str, list[str]]] = {
     "valkey/valkey": ("999:1000", []),
     "prom/prometheus": ("65534:65534", ["prometheus"]),
 }
-"""Images whose program is on the machine -> their user and entry point (one that runs its arguments: none)."""
+"""Images whose program is on the machine -> their user and entry point (none: it runs its arguments)."""
 
 
 def read_compose(variables: Mapping[str, str] | None = None) -> dict[str, Any]:

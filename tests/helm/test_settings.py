@@ -214,3 +214,14 @@ def test_the_charts_version_is_the_packages() -> None:
 
     chart = yaml.safe_load((REPO / "helm/caketin/Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == caketin.__version__
+
+
+def test_the_doctor_names_values_that_the_chart_has() -> None:
+    from caketin.doctor.pod import VALUES_OF
+
+    for what, names in VALUES_OF.items():
+        for name in names:
+            at: Any = defaults()
+            for step in name.split("."):
+                assert step in at, f"{what}: there is no value {name}"
+                at = at[step]
