@@ -31,6 +31,7 @@ PURE := metadata/pools metadata/pool_json metadata/namespace metadata/page_hash 
 	metadata/sglang_keys metadata/hit_policy metadata/page_runs metadata/shard_bitmap metadata/codec \
 	metadata/msgpack_keys metadata/registered metadata/circuit metadata/page_wire \
 	metadata/page_claims metadata/quota_rules dataplane/host_pool dataplane/host_fragments \
+	dataplane/rdma_devices \
 	dataplane/page_statements dataplane/host_tier dataplane/host_pages dataplane/host_publish \
 	dataplane/host_reserve dataplane/host_ledger dataplane/host_slots dataplane/host_ages \
 	dataplane/host_tree dataplane/host_spaces dataplane/host_chain dataplane/host_sanity \

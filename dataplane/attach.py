@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ModelIdentity
@@ -16,10 +15,9 @@ from dataplane.file_store import FileStore
 from dataplane.host_fragments import ADDRESS_LIMIT
 from dataplane.host_pool import Region, registration_chunks
 from dataplane.messages.control import FileAccess, MooncakeAccess, RegisterResult
-from dataplane.mooncake_native import MooncakeSettings
-from dataplane.mooncake_store import MooncakeStore
 from dataplane.object_store import ObjectStore
 from dataplane.page_mover import PageMover
+from dataplane.store_access import AS_TOLD, StoreOverrides, open_store
 from metadata import object_keys
 from metadata.errors import CaketinError, FieldError, InvalidInput
 from metadata.namespace import Namespace, fingerprint
@@ -28,8 +26,6 @@ from metadata.pools import RankPool
 log = logging.getLogger(__name__)
 
 _NO_LIMIT: Final = ADDRESS_LIMIT
-
-StoreOpener: TypeAlias = Callable[[MooncakeAccess | FileAccess], ObjectStore]
 
 
 class IdentityMismatch(CaketinError):
@@ -59,24 +55,6 @@ class Attached:
     mover: PageMover
 
 
-def open_store(access: MooncakeAccess | FileAccess) -> ObjectStore:
-    """Open the store that a registration names.
-
-    Raises:
-        StoreUnavailable: it cannot be reached, or its library does not load; the text says what to do.
-    """
-    if isinstance(access, FileAccess):
-        return FileStore(Path(access.path), max_bytes=access.max_bytes)
-    return MooncakeStore(
-        MooncakeSettings(
-            master=access.master,
-            metadata=access.metadata,
-            protocol=access.protocol,
-            devices=access.devices,
-        )
-    )
-
-
 class RankAttachment:
     """A rank's registration, its open store and its registered memory, for as long as an engine runs.
 
@@ -86,18 +64,18 @@ class RankAttachment:
     """
 
     def __init__(
-        self, client: ControlClient, model: ModelIdentity, opener: StoreOpener | None = None
+        self, client: ControlClient, model: ModelIdentity, overrides: StoreOverrides = AS_TOLD
     ) -> None:
         """Take the parts; nothing is called yet.
 
         Args:
             client: the rank's client.
             model: what its page hashes mean.
-            opener: opens the store that a registration names; None: `open_store`.
+            overrides: how this host reaches the store, where that differs from what a registration says.
         """
         self._client = client
         self._model = model
-        self._opener = opener
+        self._overrides = overrides
         self._store: ObjectStore | None = None
         self._access: MooncakeAccess | FileAccess | None = None
         self._regions: dict[int, int] = {}
@@ -150,7 +128,8 @@ class RankAttachment:
             log.warning("the control plane names another store now: the old one is closed")
             self._close_store()
         if self._store is None:
-            self._store, self._access = (self._opener or open_store)(access), access
+            store = open_store(access, self._overrides, self._client.me.rank)
+            self._store, self._access = store, access
         return self._store
 
     def _close_store(self) -> None:
@@ -165,7 +144,12 @@ class RankAttachment:
 
 
 @contextlib.contextmanager
-def attached(client: ControlClient, model: ModelIdentity, pools: Sequence[BoundPool]) -> Iterator[Attached]:
+def attached(
+    client: ControlClient,
+    model: ModelIdentity,
+    pools: Sequence[BoundPool],
+    overrides: StoreOverrides = AS_TOLD,
+) -> Iterator[Attached]:
     """Join, and leave at the end: memory unregistered, store closed, rank removed.
 
     A failure on the way in undoes what was done so far, in the same order.
@@ -174,13 +158,14 @@ def attached(client: ControlClient, model: ModelIdentity, pools: Sequence[BoundP
         client: the rank's client.
         model: what its page hashes mean.
         pools: the rank's pools with their memory, which must outlive the block.
+        overrides: how this host reaches the store, where that differs from what the registration says.
 
     Raises:
         ControlPlaneAway, ControlRefused: the registration failed.
         IdentityMismatch: the control plane answered for other pages.
         StoreError: the store could not be opened, refused memory, or did not take a manifest.
     """
-    attachment = RankAttachment(client, model)
+    attachment = RankAttachment(client, model, overrides)
     try:
         yield attachment.join(pools)
     finally:

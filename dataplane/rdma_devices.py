@@ -41,7 +41,7 @@ def chosen_devices(text: str, rank: str = "", numa_node: int | None = None) -> t
         InvalidInput: the text cannot be read.
         NoDeviceForRank: it names devices for others only.
     """
-    entries = _entries(text)
+    entries = devices_by_selector(text)
     words = {"*", *rank.split("-")} - {""}
     if numa_node is not None:
         words.add(f"numa{numa_node}")
@@ -54,8 +54,12 @@ def chosen_devices(text: str, rank: str = "", numa_node: int | None = None) -> t
     raise NoDeviceForRank("no RDMA device is named for this process", [_error("unmatched", detail)])
 
 
-def _entries(text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return selectors and devices, in order; a plain list is one entry for everybody."""
+def devices_by_selector(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return selectors and devices, in order; a plain list is one entry for everybody.
+
+    Raises:
+        InvalidInput: the text cannot be read.
+    """
     if "=" not in text:
         return [("*", _names(text))]
     entries = []

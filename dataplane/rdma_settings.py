@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dataplane.memory_limits import memlock_room
-from dataplane.rdma_devices import chosen_devices
+from dataplane.rdma_devices import chosen_devices, devices_by_selector
 from dataplane.rdma_ports import (
     SYSFS,
     DeviceLimits,
@@ -72,6 +72,10 @@ class RdmaSettings:
             errors.append(FieldError("mtu", "invalid", f"is {self.mtu}, must be one of {MTUS}"))
         if self.max_region_bytes is not None and self.max_region_bytes < 1:
             errors.append(FieldError("max_region_bytes", "out_of_range", "must be at least 1"))
+        try:
+            devices_by_selector(self.devices)
+        except InvalidInput as error:
+            errors += error.errors
         if errors:
             raise InvalidInput("the RDMA settings cannot be used", errors)
 

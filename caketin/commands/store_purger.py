@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import dataclass
 
 from api.settings import StoreSettings
-from dataplane.attach import open_store
 from dataplane.messages.control import FileAccess, MooncakeAccess
+from dataplane.store_access import open_store
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,9 @@ from dataplane.engines.promises import Promises
 from dataplane.engines.sglang_facts import engine_facts
 from dataplane.engines.sglang_metrics import MoveMetrics
 from dataplane.engines.sglang_pools import EnginePool, RankPlace, engine_pool
-from dataplane.engines.sglang_settings import BackendSettings, StoreOverrides
-from dataplane.file_store import FileStore
+from dataplane.engines.sglang_settings import BackendSettings
 from dataplane.host_pool import slots_of
-from dataplane.messages.control import FileAccess, MooncakeAccess, PoolQuery
-from dataplane.mooncake_store import MooncakeStore
-from dataplane.object_store import ObjectStore
+from dataplane.messages.control import PoolQuery
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
 from metadata.pools import ANCHOR, MAX_WINDOW_PAGES, TrailingPages, validate_pool_set
@@ -118,7 +115,7 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         self._pools = self._translated()
         identity = self._settings.identity(self._facts, self._page_size())
         client = ControlClient(self._settings.control, self._settings.me(self._place.name))
-        attachment = RankAttachment(client, identity, lambda access: open_store(access, self._settings.store))
+        attachment = RankAttachment(client, identity, self._settings.store)
         link = EngineLink(client, attachment)
         self._lookup = PageLookup(link, self._promises)
         self._reads = PageReads(link, self._promises)
@@ -255,7 +252,7 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         return None if self._metrics is None else self._metrics.take()
 
     def flush(self, seconds: float = 5.0) -> bool:
-        """Wait until what is stored is claimed; return False where the control plane took longer.
+        """Wait until what is stored is claimed; return False where the control plane takes longer.
 
         SGLang need not call it: a write is answered when it is stored, its claim follows in milliseconds.
         """
@@ -363,14 +360,3 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         except Exception:
             log.exception("a call of SGLang was answered with nothing")
         return otherwise
-
-
-def open_store(access: MooncakeAccess | FileAccess, overrides: StoreOverrides) -> ObjectStore:
-    """Open the store that a registration names, as this host reaches it.
-
-    Raises:
-        StoreUnavailable: it cannot be reached, or its library does not load.
-    """
-    if isinstance(access, FileAccess):
-        return FileStore(overrides.file(access), max_bytes=access.max_bytes)
-    return MooncakeStore(overrides.mooncake(access))

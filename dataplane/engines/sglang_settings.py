@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dataplane.bounce_store import BounceStore
 from dataplane.control_client import ControlSettings, ModelIdentity, RankIdentity
-from dataplane.messages.control import FileAccess, MooncakeAccess
-from dataplane.mooncake_native import MooncakeSettings
-from dataplane.object_store import ObjectStore
+from dataplane.rdma_settings import RdmaSettings
+from dataplane.store_access import AS_TOLD, StoreOverrides
 from metadata.errors import FieldError, InvalidInput
 from metadata.namespace import HashKind
 
@@ -31,54 +29,6 @@ _NO_MODEL: Final = frozenset({"", "none", "dummy"})
 _WEIGHT_INDEXES: Final = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _MOST: Final = 1 << 20
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pth", "*.gguf")
-
-
-@dataclass(frozen=True)
-class StoreOverrides:
-    """How this host reaches the store, where that differs from what the control plane says.
-
-    Attributes:
-        path: of the file store.
-        master: `host:port` of Mooncake's master.
-        metadata: Mooncake's metadata server.
-        protocol: `tcp` or `rdma`.
-        devices: RDMA devices, comma-separated.
-        local_hostname: this host as storage nodes reach it.
-        lease_seconds: Mooncake's `default_kv_lease_ttl`, where its master was started with another.
-        bounce_mib: memory of a bounce lane, at least the largest object; None: no bounce buffers, a call
-            blocks until the store returns.
-        bounce_lanes: calls that may hang at the same time.
-        call_seconds: deadline of a store call; holds with bounce buffers only.
-    """
-
-    path: str | None = None
-    master: str | None = None
-    metadata: str | None = None
-    protocol: str | None = None
-    devices: str | None = None
-    local_hostname: str | None = None
-    lease_seconds: float | None = None
-    bounce_mib: int | None = None
-    bounce_lanes: int = 4
-    call_seconds: float = 2.0
-
-    def bounced(self, store: ObjectStore) -> ObjectStore:
-        """Return the store, behind bounce buffers where they are asked for (M1)."""
-        if self.bounce_mib is None:
-            return store
-        size, lanes = self.bounce_mib << 20, self.bounce_lanes
-        return BounceStore(store, call_seconds=self.call_seconds, lanes=lanes, lane_bytes=size)
-
-    def file(self, access: FileAccess) -> Path:
-        """Return the folder of the file store."""
-        return Path(self.path or access.path)
-
-    def mooncake(self, access: MooncakeAccess) -> MooncakeSettings:
-        """Return how to reach Mooncake."""
-        told = {n: getattr(access, n) for n in ("master", "metadata", "protocol", "devices")}
-        names = (*told, "local_hostname", "lease_seconds")
-        ours = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
-        return MooncakeSettings(**{**told, **ours})
 
 
 @dataclass(frozen=True)
@@ -107,7 +57,7 @@ class BackendSettings:
     call_seconds: float = 0.2
     attach_seconds: float = 5.0
     sliding_window_tokens: int | None = None
-    store: StoreOverrides = StoreOverrides()
+    store: StoreOverrides = AS_TOLD
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> BackendSettings:
@@ -127,7 +77,7 @@ class BackendSettings:
             errors.insert(0, FieldError("control_url", "missing", "is needed: http://host:port"))
         store = given.pop("store", None) or {}
         if isinstance(store, Mapping):
-            errors += _errors(store, _STORE_TYPES, "store.")
+            errors += _errors(store, _STORE_TYPES, "store.") or _rdma_errors(store)
         if errors:
             raise InvalidInput("the storage backend's extra config cannot be used", errors)
         token = given.get("token")
@@ -157,9 +107,10 @@ class BackendSettings:
 
 
 _NUMBER: Final = (int, float)
+_RDMA_NUMBERS: Final = ("gid_index", "traffic_class", "service_level", "mtu", "max_region_bytes")
 _STORE_TYPES: Final[dict[str, Any]] = {
     **dict.fromkeys(("path", "master", "metadata", "protocol", "devices", "local_hostname"), str),
-    **dict.fromkeys(("bounce_mib", "bounce_lanes"), int),
+    **dict.fromkeys(("bounce_mib", "bounce_lanes", *_RDMA_NUMBERS), int),
     **dict.fromkeys(("lease_seconds", "call_seconds"), _NUMBER),
 }
 _TYPES: Final[dict[str, Any]] = {
@@ -236,9 +187,20 @@ def _errors(given: Mapping[str, Any], types: Mapping[str, Any], prefix: str) -> 
             errors.append(FieldError(f"{prefix}{name}", "unknown", detail))
         elif value is not None and (isinstance(value, bool) or not isinstance(value, types[name])):
             errors.append(FieldError(f"{prefix}{name}", "bad_type", f"is {type(value).__name__}"))
+        elif name in _RDMA_NUMBERS:
+            continue
         elif types[name] is not str and isinstance(value, int | float) and not 0 < value <= _MOST:
             errors.append(FieldError(f"{prefix}{name}", "out_of_range", f"must be above 0, at most {_MOST}"))
     return errors
+
+
+def _rdma_errors(store: Mapping[str, Any]) -> list[FieldError]:
+    """Return what is wrong with the RDMA settings, by the rules of those who use them."""
+    try:
+        RdmaSettings(**{name: store.get(name) for name in _RDMA_NUMBERS}, devices=store.get("devices") or "")
+    except InvalidInput as error:
+        return [e.under("store") for e in error.errors]
+    return []
 
 
 def local_model(path: str | None) -> str | None:

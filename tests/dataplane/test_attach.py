@@ -107,8 +107,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
     found: list[Opened] = []
     real = attach.open_store
 
-    def noting(access):
-        found.append(Opened(real(access)))
+    def noting(*told):
+        found.append(Opened(real(*told)))
         return found[-1]
 
     monkeypatch.setattr(attach, "open_store", noting)
@@ -140,6 +140,33 @@ def test_inside_the_block_the_memory_can_be_moved_and_afterwards_nothing_is_left
     assert_nothing_is_left(rank, opened)
 
 
+def test_regions_larger_than_the_store_registers_at_once_go_in_pieces_of_whole_pages(
+    rank, opened, monkeypatch
+):
+    """Field report 30."""
+    real = attach.open_store
+    pages = [p.bytes_per_page for p in (rank.memory[0].pool, rank.memory[2].pool)]
+
+    def limited(*told):
+        store = real(*told)
+        store.max_region_bytes = 2048
+        return store
+
+    monkeypatch.setattr(attach, "open_store", limited)
+    with attached(rank.client, MODEL, rank.pools) as joined:
+        registered = [a for verb, a in opened[0].log if verb == "register"]
+        for memory, pool, shard in zip(rank.memory, (KV, KV, SWA), (0, 1, 0), strict=True):
+            pieces = [a for a in registered if memory.address <= a < memory.address + memory.length]
+            assert len(pieces) == 2, "4 KiB of memory in pieces of 2 KiB"
+            key = f"ct1/{joined.namespace_id}/{shard:064x}/{pool.pool_id}.{shard}/x"
+            for slot in range(4):
+                table = memory.pool.buffers(np.array([slot]))
+                one = ObjectBuffers(table.addresses[0], np.array(table.lengths[0]))
+                assert joined.store.put([key], one).tolist() == [StoreCode.OK]
+    assert pages == [8, 5]
+    assert_nothing_is_left(rank, opened)
+
+
 def test_the_store_says_what_the_keys_mean(rank):
     with attached(rank.client, MODEL, rank.pools) as joined:
         ns = joined.namespace_id
@@ -166,8 +193,8 @@ def test_a_region_that_overlaps_another_undoes_those_before_it(rank, opened):
 def test_a_manifest_that_cannot_be_written_undoes_everything(rank, opened, monkeypatch):
     real = attach.open_store
 
-    def failing(access):
-        store = real(access)
+    def failing(*told):
+        store = real(*told)
         store.failing["put_bytes"] = StoreError("the store is full")
         return store
 

@@ -20,6 +20,7 @@ from dataplane.host_pool import (
     layer_first,
     page_first,
     page_first_direct,
+    registration_chunks,
     slots_of,
 )
 from metadata.errors import InvalidInput
@@ -496,3 +497,25 @@ def test_chunks_of_a_terabyte_do_not_overflow():
     chunks = pool.registration_chunks(1 << 31)
     assert sum(c.length for c in chunks) == page * 170_000
     assert all(c.length % page == 0 for c in chunks)
+
+
+def of_pages(page, slots, base=BASE, length=0):
+    """A pool of pages in a row, in a region that may be larger than they are."""
+    region = Region(BASE, length or page * slots)
+    return page_first(spec_of(page), slots, [PageBuffer("p0", base, page)], [region])
+
+
+def test_pools_that_share_a_region_are_cut_where_no_page_of_either_is():
+    chunks = registration_chunks([of_pages(6, 10), of_pages(10, 6)], 32)
+    assert [(c.address - BASE, c.length) for c in chunks] == [(0, 30), (30, 30)]
+
+
+def test_a_region_of_two_pools_is_registered_once_and_others_in_the_order_of_the_pools():
+    one, two = of_pages(6, 10), of_pages(10, 6)
+    other = page_first(spec_of(8), 4, [PageBuffer("p0", BASE + 4096, 8)])
+    assert registration_chunks([one, other, two], 1 << 20) == [*one.regions, *other.regions]
+
+
+def test_shared_memory_whose_pages_leave_no_place_to_cut_is_refused():
+    with pytest.raises(InvalidInput, match="overlap all the way"):
+        registration_chunks([of_pages(10, 4, length=45), of_pages(10, 4, base=BASE + 5, length=45)], 12)

@@ -2,7 +2,7 @@ import resource
 
 import pytest
 
-from dataplane.memory_limits import memlock_limit, memory_left, memory_locked
+from dataplane.memory_limits import MemlockRoom, memlock_limit, memlock_room, memory_left, memory_locked
 
 GIB = 1 << 30
 
@@ -76,3 +76,24 @@ def test_the_memlock_limit_is_the_soft_one():
         assert memlock_limit() == 4096
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+def status(machine, capabilities: int, pinned_kib: int):
+    machine("proc/self/status", f"VmPin:\t{pinned_kib} kB\nCapEff:\t{capabilities:016x}\n")
+    return machine.proc
+
+
+def test_room_to_register_is_the_limit_less_what_is_pinned(machine, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (1 << 20, 1 << 20))
+    room = memlock_room(status(machine, 0x1FF & ~(1 << 14), 24))
+    assert room == MemlockRoom(1 << 20, 24 * 1024)
+    assert room.left == (1 << 20) - 24 * 1024
+    assert "`ulimit -l 1048`" in room.advice(1 << 20)
+    assert MemlockRoom(1, 5).left == 0
+
+
+def test_there_is_no_limit_with_the_capability_or_without_one_set(machine, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (1 << 20, 1 << 20))
+    assert memlock_room(status(machine, 1 << 14, 24)) is None
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (resource.RLIM_INFINITY, 0))
+    assert memlock_room(status(machine, 0, 24)) is None

@@ -1,0 +1,152 @@
+"""One boot of the guest: which cases run there, and what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from api.settings import Settings, StoreSettings
+from caketin.embedded_redis import EmbeddedRedis
+from dataplane.child_process import ChildProcess, free_port
+from tests.rdma.guest.run import MASTER
+from tests.rdma.kernel import HERE, NoGuest, guest_kernel
+from tests.servers import serving
+
+REPO = HERE.parents[1]
+QEMU = "qemu-system-x86_64"
+BOOT_SECONDS = 60.0
+MEMORY_MIB = 2560
+NOTED_VERBS = "noted_verbs.so"
+_HOST_AS_THE_GUEST_SEES_IT = "10.0.2.2"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case found.
+
+    Attributes:
+        facts: plain values.
+        seconds: that it took in the guest.
+        log: what it printed.
+    """
+
+    facts: dict[str, Any]
+    seconds: float
+    log: str
+
+
+@dataclass
+class Guest:
+    """A guest that has run its cases and is off.
+
+    Attributes:
+        folder: its results.
+        seconds: from the start of QEMU to its end.
+    """
+
+    folder: Path
+    seconds: float = 0.0
+    _shown: set[str] = field(default_factory=set)
+
+    def __getitem__(self, case: str) -> Outcome:
+        """What a case found; an error there fails the test here, with its traceback."""
+        file = self.folder / f"{case}.json"
+        log = self._text(f"{case}.log")
+        if not file.exists():
+            raise AssertionError(f"{case} did not run in the guest.\n{self._text('console.log')[-4000:]}")
+        told = json.loads(file.read_text())
+        if "error" in told:
+            raise AssertionError(f"{case} failed in the guest:\n{told['error']}\n{log[-4000:]}")
+        return Outcome(told["facts"], told["seconds"], log)
+
+    def _text(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text(errors="replace") if file.exists() else ""
+
+
+def run_guest(cases: Sequence[str], folder: Path, seconds: float) -> Guest:
+    """Boot, run the cases, and come back when the guest is off or the time is up.
+
+    Raises:
+        NoGuest: this machine lacks what it needs; the text says what.
+    """
+    if shutil.which(QEMU) is None:
+        raise NoGuest(f"{QEMU} is not here: apt-get install qemu-system-x86")
+    provider = Path("/etc/libibverbs.d/rxe.driver")
+    if not provider.exists() or shutil.which("rdma") is None:
+        raise NoGuest("soft-RoCE needs apt-get install ibverbs-providers iproute2")
+    kernel = guest_kernel()
+    folder.chmod(0o777)  # cases may become another user
+    _build_noted_verbs(folder)
+    _compile_python()
+    guest = Guest(folder)
+    with ExitStack() as stack:
+        redis = EmbeddedRedis.start(folder / "redis", appendonly=False)
+        stack.callback(redis.stop)
+        store = StoreSettings(kind="mooncake", master=MASTER, protocol="rdma", devices="rxe0")
+        control = Settings(redis_url=redis.url, port=free_port(), store=store)
+        stack.enter_context(serving(control))
+        job = {
+            "cases": list(cases),
+            "control": [_HOST_AS_THE_GUEST_SEES_IT, control.port],
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        started = time.monotonic()
+        command = _command(kernel.image, kernel.initrd, folder)
+        qemu = ChildProcess.start("guest", command, folder / "qemu.log")
+        stack.callback(qemu.kill)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            qemu.process.wait(BOOT_SECONDS + seconds)
+        guest.seconds = time.monotonic() - started
+    return guest
+
+
+def _command(image: Path, initrd: Path, folder: Path) -> list[str]:
+    """QEMU's command line. Software emulation: nested hardware virtualisation cannot be relied on."""
+    told = f"caketin.repo={REPO} caketin.python={sys.executable}"
+    root = "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap"
+    command = [QEMU, "-machine", "q35", "-accel", os.environ.get("CAKETIN_RDMA_ACCEL", "tcg,thread=multi")]
+    command += ["-cpu", "max", "-smp", "2", "-m", str(MEMORY_MIB)]
+    command += ["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"]
+    command += ["-serial", f"file:{folder / 'console.log'}", "-kernel", str(image), "-initrd", str(initrd)]
+    command += ["-append", f"console=ttyS0 panic=-1 quiet mitigations=off {told}"]
+    command += ["-virtfs", root]
+    command += ["-virtfs", f"local,path={folder},mount_tag=results,security_model=none"]
+    for i, network in enumerate(("hubport,hubid=0", "hubport,hubid=1", "user")):
+        command += ["-netdev", f"{network},id=n{i}", "-device", f"virtio-net-pci,netdev=n{i},romfile="]
+    return ["nice", "-n", "19", *command] if os.environ.get("CAKETIN_RDMA_NICE") else command
+
+
+def _build_noted_verbs(folder: Path) -> None:
+    source = HERE / "guest" / "noted_verbs.c"
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise NoGuest("no C compiler is here: apt-get install gcc")
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-o",
+        str(folder / NOTED_VERBS),
+        str(source),
+    ]
+    subprocess.run([*command, "-ldl"], check=True)
+
+
+def _compile_python() -> None:
+    """Compile the tree: the guest cannot write, and would compile it again in every process."""
+    folders = [str(REPO / name) for name in ("metadata", "dataplane", "caketin", "api", "tests/rdma")]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], check=False)
