@@ -64,11 +64,11 @@ class LostPages:
         if keys is not None:
             self._damaged += keys[codes == StoreCode.CHECKSUM].tolist()
 
-    def gone(self, name: str, pages: PageArray) -> None:
-        """Note pages whose first object is not in the store; of other shards nothing is known."""
+    def gone(self, name: str, pages: PageArray, shard: int) -> None:
+        """Note pages that lack an object of the rank's `shard`-th shard; of other shards nothing is said."""
         if pages.size:
             table = self._table(name)
-            table[pages, 0] = np.maximum(table[pages, 0], _REASONS.index("gone"))
+            table[pages, shard] = np.maximum(table[pages, shard], _REASONS.index("gone"))
 
     def pages(self) -> dict[str, BoolArray]:
         """Return the lost pages of each pool that has any, bool (pages of the call,)."""

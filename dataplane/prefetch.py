@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,6 +37,10 @@ FALL_BACK_SECONDS: Final = 2.0
 bound, a prefix of a thousand lengths would be a thousand of them."""
 
 
+_LOOKS: Final = 4
+"""How many lengths are looked at for their windows before the first read; the reads look at the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prefetched:
     """What a prefetch did.
@@ -59,6 +63,30 @@ class Prefetched:
     error: CaketinError | None
     transfers_done: bool
     leased_pages: int = 0
+
+
+@dataclass(slots=True)
+class _Lease:
+    """Objects that hold a lease on pages.
+
+    Attributes:
+        name: of the pool.
+        pages: int64 (n,).
+        keys: of each page those of some shards and parts, in order.
+        shape: how many shards and parts of a page that is, the first ones.
+    """
+
+    name: str
+    pages: PageArray
+    keys: list[str]
+    shape: tuple[int, int]
+
+    def keep(self, mask: BoolArray) -> None:
+        """Forget the pages that are not in the mask."""
+        if not mask.all():
+            kept = np.repeat(mask, self.shape[0] * self.shape[1]).tolist()
+            self.keys = [key for key, keep in zip(self.keys, kept, strict=True) if keep]
+            self.pages = self.pages[mask]
 
 
 class Prefetch:
@@ -103,7 +131,7 @@ class Prefetch:
         self._read = {n: np.zeros(self._asked, np.bool_) for n in self._slots}
         self._lost = LostPages(pools, page_hashes)
         self._timed_out: TransferTimedOut | None = None
-        self._leased: tuple[str, PageArray, list[str]] | None = None
+        self._leased: list[_Lease] = []
         self._leased_at = 0.0
         self._leased_pages = 0
 
@@ -253,37 +281,56 @@ class Prefetch:
         return int(found[-1]) if found.size else 0
 
     def _take_leases(self) -> None:
-        """Check and lease one object of every promised page's group, before the first read (T3)."""
-        name = next((n for n, p in self._gates.items() if isinstance(p, AllPages)), None)
-        name = name or next(iter(self._gates), None)
-        if name is None:
-            return
-        policy, pages = self._gates[name], np.arange(self._asked)
-        if isinstance(policy, TrailingPages):
-            pages = pages[-policy.window_pages :]
-        pool = self._pools.bound[name]
-        keys = pool.keys(self._pools.namespace_id, [self._hashes[p] for p in pages.tolist()])
-        self._leased = name, pages, keys[:: pool.objects_per_page]
-        self._renew()
+        """Check and lease, before the first read, what the promise stands on (T3).
+
+        One object of every promised page's group; and of the windows at the promised length every object: a
+        group is a hint, and a window was seen to go while the rest of its page stayed. Where one is gone, the
+        windows of the next shorter length are looked at.
+        """
+        whole = next((n for n, p in self._gates.items() if isinstance(p, AllPages)), None)
+        looks = [] if whole is None else [self._lease(whole, range(self._asked), every_object=False)]
+        limit = self._asked
+        for _ in range(_LOOKS):
+            looks += [
+                self._lease(n, pages, every_object=True)
+                for n, pages in self._windows(list(self._gates), limit).items()
+            ]
+            self._look(looks)
+            self._leased += looks
+            looks, before, limit = [], limit, self._longest(self._readable, limit)
+            if limit == before:
+                return
+
+    def _lease(self, name: str, pages: range, *, every_object: bool) -> _Lease:
+        pool, at = self._pools.bound[name], np.arange(pages.start, pages.stop)
+        keys = pool.keys(self._pools.namespace_id, [self._hashes[p] for p in pages])
+        if every_object:
+            return _Lease(name, at, keys, (len(pool.shards), pool.parts))
+        return _Lease(name, at, keys[:: pool.objects_per_page], (1, 1))
 
     def _keep_leases(self) -> None:
         """Renew after a third of a lease: a transfer may take longer than one."""
         lease = self._store.lease_seconds
-        if lease is not None and self._clock() - self._leased_at >= lease / 3:
-            self._renew()
+        if lease is not None and self._leased and self._clock() - self._leased_at >= lease / 3:
+            self._look(self._leased)
 
-    def _renew(self) -> None:
-        if self._leased is None:
-            return
+    def _look(self, looks: Sequence[_Lease]) -> None:
+        """Ask the store for what is leased, which renews it; what is gone is lost, if it was not read yet."""
         self._limits.check(self._share)
-        name, pages, keys = self._leased
         self._leased_at = self._clock()
-        there = self._store.exists(keys)
-        absent = pages[~there]
-        absent = absent[~self._read[name][absent]]
-        self._readable[name][absent] = False
-        self._lost.gone(name, absent)
-        self._leased = name, pages[there], [k for k, t in zip(keys, there.tolist(), strict=True) if t]
+        there = self._store.exists([key for look in looks for key in look.keys])
+        start = 0
+        for look in looks:
+            stop = start + len(look.keys)
+            objects = there[start:stop].reshape(-1, *look.shape)
+            shards: BoolArray = np.asarray(objects.all(axis=2))
+            start = stop
+            unread = ~self._read[look.name][look.pages]
+            for shard in range(look.shape[0]):
+                self._lost.gone(look.name, look.pages[~shards[:, shard] & unread], shard)
+            whole: BoolArray = np.asarray(shards.all(axis=1))
+            self._readable[look.name][look.pages[~whole & unread]] = False
+            look.keep(whole)
 
     def _check_wanted(self) -> None:
         """Refuse a call that has no place for something that the promise makes it read."""

@@ -88,6 +88,7 @@ class Restored:
         wrong: restored pages whose bytes were not what was written.
         lost_because: why the first page behind the restored ones was lost; None where nothing was.
         error: code of what went wrong, None where nothing did.
+        leased_pages: the longest promised length that the store had, and leased, before the first read.
     """
 
     pages: int
@@ -96,6 +97,7 @@ class Restored:
     wrong: list[int] = field(default_factory=list)
     lost_because: str | None = None
     error: str | None = None
+    leased_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,8 @@ class Rank:
             wrong = self._wrong(hashes, slots, done.read) if self._settings.verify and done.pages else []
             reasons = self.client.reasons(hashes)
             because = reasons[min(reasons)] if reasons else None
-            return Restored(done.pages, done.bytes, seconds, wrong, because, self._code_of(done.error))
+            error = self._code_of(done.error)
+            return Restored(done.pages, done.bytes, seconds, wrong, because, error, done.leased_pages)
 
         return self._on_a_lane(work, lambda code, seconds: Restored(0, 0, seconds, [], code, code))
 

@@ -103,7 +103,8 @@ class RankGroup:
         agreed = pages if pages == max(d.pages for d in done) else 0
         because = next((d.lost_because for d in sorted(first, key=_length) if d.lost_because), None)
         error = next((d.error for d in first if d.error), None)
-        return Restored(agreed, read, total, sorted(p for p in wrong if p < agreed), because, error)
+        leased = min(d.leased_pages for d in first)
+        return Restored(agreed, read, total, sorted(p for p in wrong if p < agreed), because, error, leased)
 
     def back_up(self, lane: int, hashes: PageHashes, first: int) -> Stored:
         """Have all ranks write what is theirs.

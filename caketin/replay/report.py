@@ -54,12 +54,15 @@ class Report:
         asked_pages: pages that the requests have together.
         degraded: lookups without an answer: the control plane or its Redis was away.
         degraded_pages: pages of those lookups; they are no misses, and no hits either.
-        promised_pages: pages that the lookups said are restorable.
+        promised_pages: pages that the lookups said are restorable: the index claims them.
+        leased_pages: those that the store had too, and leased to every rank, before the first read. An engine
+            is promised only these.
         hit_pages: pages that were restored, that is read by every rank.
         backed_up_pages: pages that the index took something of.
         unstored_pages: pages that were to be backed up and lack something on some rank.
         rejected: code -> claims that the index refused.
-        lost_pages: promised and not restored.
+        lost_pages: promised by the lookups and not restored.
+        broken_pages: leased and not restored.
         reported_pages: pages that were reported missing, by each rank for itself.
         wrong_pages: restored pages whose bytes were not what was written; anything but 0 is a fault.
         verified_pages: restored pages whose bytes were compared.
@@ -88,11 +91,13 @@ class Report:
     degraded: int = 0
     degraded_pages: int = 0
     promised_pages: int = 0
+    leased_pages: int = 0
     hit_pages: int = 0
     backed_up_pages: int = 0
     unstored_pages: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     lost_pages: int = 0
+    broken_pages: int = 0
     reported_pages: int = 0
     wrong_pages: int = 0
     verified_pages: int = 0
@@ -141,6 +146,8 @@ class Report:
         self.read_seconds += done.seconds
         self.bytes_read += done.bytes
         self.hit_pages += done.pages
+        self.leased_pages += done.leased_pages
+        self.broken_pages += max(0, done.leased_pages - done.pages)
         if done.pages < promised:
             self.lost_pages += promised - done.pages
             self.lost[done.lost_because or done.error or "unknown"] += promised - done.pages
@@ -218,12 +225,14 @@ class Report:
             ("asked for", self.asked_pages, ""),
             *([("no answer (degraded)", self.degraded_pages, "")] if self.degraded else []),
             ("queried", self.queried_pages, self._share(self.queried_pages)),
-            ("promised by the lookup", self.promised_pages, self._share(self.promised_pages)),
+            ("claimed by the index", self.promised_pages, self._share(self.promised_pages)),
+            ("promised: in the store too", self.leased_pages, self._share(self.leased_pages)),
             ("restored from L3", self.hit_pages, self._share(self.hit_pages)),
             ("backed up", self.backed_up_pages, self._share(self.backed_up_pages)),
             *([("not stored", self.unstored_pages, "")] if self.unstored_pages else []),
             *((f"miss: {reason}", pages, self._share(pages)) for reason, pages in self.misses.most_common()),
-            ("promised but lost", self.lost_pages, self._share(self.lost_pages)),
+            ("promised but lost", self.broken_pages, self._share(self.broken_pages)),
+            ("claimed but lost", self.lost_pages, self._share(self.lost_pages)),
             *((f"lost: {reason}", pages, self._share(pages)) for reason, pages in self.lost.most_common()),
         ]
         for name, pages, share in rows:

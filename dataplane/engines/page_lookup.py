@@ -132,7 +132,7 @@ class PageLookup:
         log.warning("the store lacks %d pages of %r that the index promised", absent.size, name)
         if name is not None and joined.owned.get(name):
             lost = LostPages(joined.pools, page_hashes)
-            lost.gone(name, absent)
+            lost.gone(name, absent, 0)
             lost.report(self._link, generation or None)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from caketin.replay.report import Report
@@ -16,7 +15,6 @@ from caketin.replay.trace import Load, read_trace
 from caketin.stack import Stack, StackSettings
 from dataplane.file_space import on_disk
 from dataplane.mooncake_store import MooncakeStore
-from dataplane.page_mover import PageMover
 from tests.replay.oracle import prefix_ids
 from tests.replay.stacks import PROMPT, counted, run
 
@@ -27,8 +25,11 @@ PAGE_BYTES = 4096
 SEGMENT_PAGE_BYTES = 16_384
 """Mooncake takes no segment below 16 MiB."""
 
-MAX_BROKEN_LEASES = 0.02
-"""Share of prefetches. Seen: one or none of several hundred, whose groups went while leased."""
+MAX_BROKEN = 0.001
+"""Promised pages that may be lost: whose group is under eviction at the moment of the lease."""
+
+ONE_PREFETCH = 2
+"""Pages of one such prefetch (seen: 2 in 3,800): here a thousandth of all is hardly more than one page."""
 
 FILES_PER_PAGE = 4
 """The DeepSeek V4 set has four pools with bytes; each is a file of at least a block."""
@@ -72,26 +73,10 @@ def check(stack: Stack, report: Report) -> None:
     assert (row["queried_pages"], row["hit_pages"]) == (report.queried_pages, report.promised_pages)
 
 
-@pytest.fixture
-def leases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Pages that each prefetch had leased, and those that it read."""
-    noted: list[tuple[int, int]] = []
-    prefetch = PageMover.prefetch
-
-    def noting(*args, **kwargs):
-        done = prefetch(*args, **kwargs)
-        noted.append((done.leased_pages, done.pages))
-        return done
-
-    monkeypatch.setattr(PageMover, "prefetch", noting)
-    return noted
-
-
-def check_leases(leases: list[tuple[int, int]], report: Report) -> None:
-    leased, read = np.array(leases).T
-    print(f"promised {report.promised_pages}, leased {leased.sum()}, read {read.sum()}")
-    assert read.sum() == report.hit_pages
-    assert (read < leased).mean() <= MAX_BROKEN_LEASES
+def check_promises(report: Report) -> None:
+    """An engine is promised what the store had and leased, and that is read (T3)."""
+    assert report.broken_pages == report.leased_pages - report.hit_pages
+    assert report.broken_pages <= report.leased_pages * MAX_BROKEN + ONE_PREFETCH
 
 
 def test_files_promise_nothing_that_was_evicted(tmp_path: Path, trace: Load):
@@ -104,23 +89,21 @@ def test_files_promise_nothing_that_was_evicted(tmp_path: Path, trace: Load):
 
 
 def test_files_evicted_by_other_requests_in_flight_are_lost_before_they_are_leased_or_not_at_all(
-    tmp_path: Path, trace: Load, leases: list[tuple[int, int]]
+    tmp_path: Path, trace: Load
 ):
     part = Load("part", trace.requests[:300])
     with bounded_files(tmp_path, distinct(part) // 10) as stack:
         report = run(stack, part, page_bytes=PAGE_BYTES, concurrency=4)
         check(stack, report)
         # Between a lookup and the look at the store another request may have needed the room.
-        check_leases(leases, report)
+        check_promises(report)
 
 
-def test_a_small_mooncake_segment_serves_no_wrong_byte_and_keeps_what_it_leased(
-    tmp_path: Path, trace: Load, leases: list[tuple[int, int]]
-):
+def test_a_small_mooncake_segment_serves_no_wrong_byte_and_keeps_what_it_leased(tmp_path: Path, trace: Load):
     with small_segment(tmp_path, distinct(trace) // 10) as stack:
         report = run(stack, trace, page_bytes=SEGMENT_PAGE_BYTES)
         check(stack, report)
         # The index learns of Mooncake's evictions only from reads, until there is a sweep. The mover looks at
         # the store before it reads, and only an eviction that is under way at that moment comes between.
-        check_leases(leases, report)
+        check_promises(report)
         assert report.lost_pages + report.unstored_pages > 0, "the segment was never full"
