@@ -111,14 +111,15 @@ class Claims:
 
     def retry(self, joined: Joined) -> None:
         """Claim again what could not be claimed before."""
-        with self._changed:
+        with self._changed:  # in one step: whoever waits for all claims must not see them nowhere
             kept, self._kept = self._kept, OrderedDict()
-        self.claim_rows(joined, list(kept.items()))
+            self.claim_rows(joined, list(kept.items()))
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all that came was offered to the control plane; return False when time is up before."""
+        """Wait until all that came is claimed; return False when time is up before, or something is kept."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and not self._at_work, seconds)
+            self._changed.wait_for(lambda: not self._queue and not self._at_work and not self._kept, seconds)
+            return not (self._queue or self._at_work or self._kept)
 
     def forget(self, seconds: float) -> None:
         """Drop what waits, and wait for the call under way."""
@@ -127,15 +128,15 @@ class Claims:
             self._queued_pages = 0
             self._kept.clear()
             self._changed.notify_all()
-        self.flush(seconds)
         with self._changed:
+            self._changed.wait_for(lambda: not self._at_work, seconds)
             self._kept.clear()
 
     def close(self, seconds: float) -> None:
         """Make the claims that wait and end the thread; a later claim is made by its caller."""
-        if not self.flush(seconds):
-            log.warning("%d stored pages stay unclaimed", self._queued_pages)
         with self._changed:
+            if not self._changed.wait_for(lambda: not self._queue and not self._at_work, seconds):
+                log.warning("%d stored pages stay unclaimed", self._queued_pages)
             self._closed = True
             self._changed.notify_all()
             thread = self._thread

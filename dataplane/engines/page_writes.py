@@ -147,7 +147,7 @@ class PageWrites:
         self._claim_waiting(joined, late)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until what is stored was claimed or is kept for later; False when time is up before."""
+        """Wait until what is stored is claimed; return False when time is up before."""
         return self._claims.flush(seconds)
 
     def close(self) -> None:

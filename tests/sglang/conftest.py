@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,12 @@ collect_ignore_glob = [] if HERE else ["test_*.py"]
 def pytest_configure(config: pytest.Config) -> None:
     # Torch and SGLang warn while they are imported, before any mark of a test counts.
     config.addinivalue_line("filterwarnings", "ignore")
+    # Why something was a miss is said at this level; a failed test shows it.
+    logging.getLogger("dataplane").setLevel(logging.INFO)
 
+
+# A busy machine is not what these tests are about: only those of faults have short deadlines.
+PATIENT: dict[str, Any] = {"redis_command_seconds": 20.0, "redis_connect_seconds": 10.0}
 
 if HERE:
     from api.settings import Settings, StoreSettings
@@ -60,7 +66,8 @@ if HERE:
                 "engine_id": f"engine-{os.getpid()}-{number}",
                 "model": model or f"model-{number}",
                 "revision": "1",
-                "call_seconds": 5.0,
+                "call_seconds": 20.0,
+                "attach_seconds": 20.0,
                 **more,
             }
 
@@ -77,7 +84,10 @@ if HERE:
         """A control plane over files."""
         folder = tmp_path_factory.mktemp("pages")
         settings = Settings(
-            redis_url=redis_server.url, port=free_port(), store=StoreSettings(kind="file", path=str(folder))
+            redis_url=redis_server.url,
+            port=free_port(),
+            store=StoreSettings(kind="file", path=str(folder)),
+            **PATIENT,
         )
         with serving(settings, StorePurger(settings.store)) as url:
             yield ControlPlane(url, "file", redis_server.url, folder)
@@ -87,7 +97,7 @@ if HERE:
         """A control plane over files, with a Redis that nobody else uses."""
         server = EmbeddedRedis.start(tmp_path / "redis", appendonly=False)
         store = StoreSettings(kind="file", path=str(tmp_path / "pages"))
-        settings = Settings(redis_url=server.url, port=free_port(), store=store)
+        settings = Settings(redis_url=server.url, port=free_port(), store=store, **PATIENT)
         try:
             with serving(settings, StorePurger(store)) as url:
                 yield ControlPlane(url, "file", server.url, tmp_path / "pages")
@@ -110,6 +120,7 @@ if HERE:
             redis_url=redis_server.url,
             port=free_port(),
             store=StoreSettings(kind="mooncake", master=cluster.master),
+            **PATIENT,
         )
         with serving(settings, StorePurger(settings.store)) as url:
             yield ControlPlane(
@@ -123,7 +134,7 @@ if HERE:
         """A control plane over a Mooncake cluster that may be killed."""
         with MooncakeCluster(64 << 20) as mortal:
             store = StoreSettings(kind="mooncake", master=mortal.master)
-            settings = Settings(redis_url=redis_server.url, port=free_port(), store=store)
+            settings = Settings(redis_url=redis_server.url, port=free_port(), store=store, **PATIENT)
             with serving(settings) as url:
                 yield ControlPlane(url, "mooncake", redis_server.url, tmp_path, mortal.master), mortal
 

@@ -6,6 +6,7 @@ import json
 import time
 import unittest
 from array import array
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +39,8 @@ from sglang.test.kits.unified_radix_cache import fixtures  # noqa: E402
 from sglang.test.kits.unified_radix_cache.config import CacheConfig  # noqa: E402
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures  # noqa: E402
 
+PATIENCE = 30.0
+"""Seconds to wait for what comes at once on an idle machine."""
 V4_PAGE = 256
 V4_RATIOS = (0, 4, 128, 4)
 _FULL, _SWA, _MAMBA = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
@@ -86,6 +89,7 @@ class EngineSettings:
         config: changes to the model.
         place: overrides of SGLang's parallel state.
         groups: process groups of a real collective, by the names of `CacheInitParams`.
+        attached: whether to wait until caketin is attached, as slow as the machine may be just now.
     """
 
     model: str = "full"
@@ -97,6 +101,7 @@ class EngineSettings:
     config: dict[str, Any] = field(default_factory=dict)
     place: dict[str, int] = field(default_factory=dict)
     groups: dict[str, Any] = field(default_factory=dict)
+    attached: bool = True
 
 
 class _Steps(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
@@ -204,6 +209,8 @@ class Engine:
             controller.prefetch_capacity_limit = max(
                 controller.prefetch_capacity_limit, controller.mem_pool_host.size
             )
+        if self.settings.backend == "dynamic" and self.settings.attached:
+            until(lambda: self.backend._link.joined is not None)
 
     def _close_backend(self) -> None:
         if self.controller.storage_backend is not None:
@@ -304,7 +311,7 @@ class Engine:
         return self.device_bytes(tokens)
 
     def back_up(self, tokens: list[int]) -> None:
-        """Write a prompt's pages to L3 and wait until SGLang has its answer and the index its claims."""
+        """Write a prompt's pages to L3 and wait until SGLang has its answer."""
         node = self._match(tokens).last_device_node
         if self.settings.core == "rust":
             self._write_through()
@@ -314,8 +321,6 @@ class Engine:
             self.steps._backup_node(self.tree, node)
             self.steps._write_path_to_l3(self.tree, node)
             self.steps._flush_l3_backups(self.tree, timeout=60)
-        if self.settings.backend == "dynamic":
-            assert self.backend.flush()
 
     def _write_through(self) -> None:
         """Wait until what SGLang writes by itself after an insert is in L3."""
@@ -335,11 +340,13 @@ class Engine:
             timeout=30,
         )
 
-    def produce(self, tokens: list[int], seed: int = 7) -> list[torch.Tensor]:
-        """Compute and back up a prompt; return its device bytes."""
+    def produce(self, tokens: list[int], seed: int = 7, *, claimed: bool = True) -> list[torch.Tensor]:
+        """Compute and back up a prompt, and wait for its claims; return its device bytes."""
         self.fill(seed)
         made = self.compute(tokens)
         self.back_up(tokens)
+        if claimed and self.settings.backend == "dynamic":
+            assert self.backend.flush(PATIENCE), "the control plane did not take the claims"
         return made
 
     def prefetch(self, tokens: list[int], request: str = "r") -> int:
@@ -482,6 +489,14 @@ def _v4_buffers(pool: Any) -> list[torch.Tensor]:
         *pool.c4_indexer_kv_pool.index_k_with_scale_buffer,
         *pool.c128_kv_pool.kv_buffer,
     ]
+
+
+def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
+    """Wait until something has come to pass."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        time.sleep(0.02)
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

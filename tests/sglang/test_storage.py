@@ -255,7 +255,7 @@ def test_a_late_draft_is_registered_and_stored(file_plane, sglang):
         )
         assert backend.batch_exists_v2(wanted, [transfer]).kv_hit_pages == 0
         backend.register_mem_host_pool_v2(draft, PoolName.DRAFT)
-        from tests.sglang.test_faults import until
+        from tests.sglang.engines import until
 
         until(lambda: "draft" in backend._link.joined.owned)
         assert backend.batch_set_v2([transfer]) == {"draft": [True, True]}
@@ -307,7 +307,7 @@ def test_the_lookup_counts_once_for_all_ranks(own_plane):
         one.produce(tokens)
         assert one.prefetch(one.tokens(4, start=7000)) == 0
         Stored(one, tokens).lookup()
-        from tests.sglang.test_faults import until
+        from tests.sglang.engines import until
 
         def counted() -> int:
             answer = httpx.get(f"{own_plane.url}/v1/hit-rates?window=600&step=60", trust_env=False)
