@@ -496,7 +496,7 @@ def test_one_object_of_every_promised_page_is_checked_and_leased_before_the_firs
 
 
 def test_a_window_that_went_though_its_group_stays_is_found_before_the_first_read_and_the_next_is_leased():
-    """Groups are a hint: of a segment that is full, windows were seen to go while the rest of the page stayed."""
+    """Groups are a hint: in a full segment windows were seen to go while the rest of the page stayed."""
     with world_of(KV_SWA) as world:
         store_everything(world, 6)
         world.real.remove(world.keys("swa", 5))
