@@ -123,7 +123,7 @@ class Project:
 
     def up(self, names: Sequence[str]) -> None:
         """Start services in the order of what they depend on."""
-        self._network([*names, "client"])
+        self._network([*names, "replay", "client"])
         for name in _ordered(self.compose["services"], names):
             self.start(name)
 
@@ -138,13 +138,6 @@ class Project:
                 assert code == 0, f"{other} ended with {code}: {self.running[other].child.tail()}"
         self.running[name] = self._container(name, spec)
         return self.running[name]
-
-    def client(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in a container of our image beside the services, with the tokens' volume."""
-        spec = self.compose["services"]["tokens"] | {"entrypoint": list(command), "command": []}
-        container = self._container("client", spec)
-        code = container.child.process.wait(300)
-        return subprocess.CompletedProcess(command, code, container.child.log.read_text(), "")
 
     def run_client(self, command: Sequence[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a program of this machine in the client's network, where services have addresses, not names."""

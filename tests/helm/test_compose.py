@@ -22,7 +22,9 @@ from tests.helm.test_settings import flags_of
 
 pytestmark = [pytest.mark.helm, pytest.mark.timeout(900)]
 
-ALL_PROFILES = ("agent", "rdma", "observability")
+ALL_PROFILES = ("agent", "rdma", "observability", "replay")
+ONCE = {"tokens", "replay"}
+"""Services that do their work and end."""
 DEFAULT = {"tokens", "redis", "mooncake-master", "storage-1", "storage-2", "api-1", "api-2", "proxy"}
 
 
@@ -54,7 +56,7 @@ def test_every_service_is_hardened_pinned_checked_and_reachable_from_this_machin
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert re.search(r":v?\d+\.\d+", service["image"]), f"{name}: {service['image']}"
         assert all(p.startswith("127.0.0.1:") for p in service.get("ports", [])), name
-        if name != "tokens":
+        if name not in ONCE:
             assert "healthcheck" in service, name
             assert service["restart"] == "unless-stopped", name
     assert compose["services"]["storage-rdma"]["ulimits"]["memlock"] == -1
@@ -141,11 +143,9 @@ def test_all_services_run_as_users_without_root(project: Project) -> None:
 
 
 def test_a_replay_through_the_proxy_restores_every_byte(project: Project) -> None:
-    done = project.client(
-        "caketin", "replay", "--url=http://proxy:7411", "--token-file=/var/lib/caketin/engine.token",
-        "--limit=40", "--page-bytes=65536", "--call-seconds=10", "--json=/tmp/report.json",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    replay = project.start("replay")
+    assert replay.child.process.wait(120) == 0, replay.child.tail()
+    assert "wrong bytes" in replay.child.log.read_text()
     operator = ("-H", f"Authorization: Bearer {token(project, 'operator')}")
     proxy = f"http://{project.address('proxy')}:7411"
     rates = curl(project, f"{proxy}/v1/hit-rates?window=1h&step=1h", *operator)
