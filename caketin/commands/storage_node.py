@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from caketin.commands.console import clear_errors
+from caketin.rdma_options import GidIndex, Mtu, Protocol, RdmaDevices, ServiceLevel, TrafficClass
 from dataplane.mooncake_native import MooncakeSettings
 from dataplane.mooncake_node import become_master
 from dataplane.storage_node import StorageNode
@@ -25,8 +26,12 @@ def storage_node(
     segment: Annotated[str, typer.Option(help="memory to lend, in bytes or as 64Gi")],
     *,
     master_http: Annotated[str | None, typer.Option(help="host:port of the master's metrics port")] = None,
-    protocol: Annotated[str, typer.Option(help="tcp or rdma")] = "tcp",
-    devices: Annotated[str, typer.Option(help="RDMA devices, comma separated; empty chooses")] = "",
+    protocol: Protocol = "tcp",
+    devices: RdmaDevices = "",
+    gid_index: GidIndex = None,
+    traffic_class: TrafficClass = None,
+    service_level: ServiceLevel = None,
+    mtu: Mtu = None,
     local_hostname: Annotated[
         str, typer.Option(help="this machine as others reach it; empty: the address that faces the master")
     ] = "",
@@ -48,6 +53,10 @@ def storage_node(
             local_hostname=local_hostname,
             protocol=protocol,
             devices=devices,
+            gid_index=gid_index,
+            traffic_class=traffic_class,
+            service_level=service_level,
+            mtu=mtu,
         )
         size = _bytes(segment)
         health = (health_host, health_port) if health_port else None

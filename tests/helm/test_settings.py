@@ -177,11 +177,22 @@ def test_rdma_asks_for_the_clusters_devices_and_for_memory_that_fits() -> None:
     agent = rendered.containers()["DaemonSet/caketin-agent/agent"]
     assert agent["resources"]["limits"]["rdma/ib"] == "2"
     assert int(agent["resources"]["limits"]["hugepages-1Gi"]) == 64 << 30
+    for container in (storage, agent):
+        given = {e["name"]: e.get("value") for e in container["env"] if e["name"].startswith("MC_")}
+        assert (given["MC_GID_INDEX"], given["MC_MTU"]) == ("3", "4096")
+        assert "MC_IB_TC" not in given
     for pod in ("StatefulSet/caketin-mooncake-storage", "DaemonSet/caketin-agent"):
         spec = rendered.pods()[pod]
         assert (spec["hostNetwork"], spec["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
         assert "ulimit -l unlimited" in spec["containers"][0]["command"][2]
     assert config_of(rendered)["store"]["devices"] == "mlx5_0,mlx5_1"
+
+
+def test_the_variables_for_rdma_are_those_that_the_program_knows() -> None:
+    from dataplane.rdma_settings import _VARIABLES
+
+    chart = (REPO / "helm/caketin/templates/_pod.tpl").read_text()
+    assert set(re.findall(r'"(MC_\w+)"', chart)) == set(_VARIABLES.values())
 
 
 def test_a_storage_node_without_hugepages_may_use_what_it_lends_and_the_overhead() -> None:

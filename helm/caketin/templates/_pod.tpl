@@ -77,6 +77,17 @@ capabilities:
 ulimit -l unlimited 2>/dev/null || ulimit -l "$(ulimit -H -l)"; ulimit -c 0;
 {{- end -}}
 
+{{/* Variables that Mooncake reads for RDMA. */}}
+{{- define "caketin.rdmaEnv" -}}
+{{- if eq .Values.store.protocol "rdma" }}
+{{- range $name, $value := dict "MC_GID_INDEX" .Values.rdma.gidIndex "MC_IB_TC" .Values.rdma.trafficClass "MC_IB_SL" .Values.rdma.serviceLevel "MC_MTU" .Values.rdma.mtu }}
+{{- if not (kindIs "invalid" $value) }}
+- {name: {{ $name }}, value: {{ toString $value | quote }}}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{- define "caketin.extraEnv" -}}
 {{- with .extraEnv }}
 {{ toYaml . }}
