@@ -18,6 +18,7 @@ from caketin.embedded_redis import EmbeddedRedis
 from dataplane.child_process import ChildFailed, ChildProcess, free_port
 from dataplane.mooncake_node import MooncakeCluster
 from dataplane.mooncake_store import MooncakeStore
+from dataplane.rdma_settings import RdmaSettings
 from metadata.errors import CaketinError
 
 StoreChoice: TypeAlias = Literal["auto", "file", "mooncake"]
@@ -52,6 +53,7 @@ class StackSettings:
         store_bytes: memory that the Mooncake storage node lends.
         redis_url: a Redis that runs already; None starts one.
         control: further settings of the control plane, as `CAKETIN_*` variables.
+        rdma: how Mooncake moves bytes over RDMA; None: over TCP.
     """
 
     data_dir: Path
@@ -60,6 +62,7 @@ class StackSettings:
     store_bytes: int = 4 << 30
     redis_url: str | None = None
     control: Mapping[str, str] = field(default_factory=dict)
+    rdma: RdmaSettings | None = None
 
 
 class FolderLock:
@@ -179,7 +182,8 @@ class Stack:
         wanted = self.settings.store
         loads, why = (False, "") if wanted == "file" else MooncakeStore.available()
         if wanted == "mooncake" or (wanted == "auto" and loads):
-            self.store, self.why_store = "mooncake", "in memory, over TCP"
+            self.store = "mooncake"
+            self.why_store = f"in memory, over {'TCP' if self.settings.rdma is None else 'RDMA'}"
         else:
             self.store = "file"
             self.why_store = "as asked" if wanted == "file" else f"Mooncake does not load: {why}"
@@ -195,9 +199,12 @@ class Stack:
         """Start the chosen store; return the settings that tell the control plane of it."""
         if self.store == "file":
             return {"CAKETIN_STORE_KIND": "file", "CAKETIN_STORE_PATH": str((folder / "pages").resolve())}
-        self.mooncake = MooncakeCluster(self.settings.store_bytes, log_folder=folder / "mooncake")
+        rdma = self.settings.rdma
+        self.mooncake = MooncakeCluster(self.settings.store_bytes, log_folder=folder / "mooncake", rdma=rdma)
         self.mooncake.start()
-        return {"CAKETIN_STORE_KIND": "mooncake", "CAKETIN_STORE_MASTER": self.mooncake.master}
+        told = {"KIND": "mooncake", "MASTER": self.mooncake.master}
+        told |= {} if rdma is None else {"PROTOCOL": "rdma", "DEVICES": rdma.devices}
+        return {f"CAKETIN_STORE_{name}": value for name, value in told.items()}
 
     def _start_control(self, folder: Path, port: int, store: dict[str, str]) -> None:
         self.url = f"http://{_HOST}:{port}"

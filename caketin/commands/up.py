@@ -18,10 +18,19 @@ from caketin.commands.console import (
     running,
     say_what_runs,
 )
+from caketin.rdma_options import (
+    GidIndex,
+    Mtu,
+    Protocol,
+    RdmaDevices,
+    ServiceLevel,
+    TrafficClass,
+    rdma_settings,
+)
 from caketin.stack import Stack, StackSettings, cache_folder
 
 
-def up(
+def up(  # noqa: PLR0917 - flags
     port: Annotated[int, typer.Option(help="port of the control plane", min=1, max=65_535)] = 7411,
     data_dir: Annotated[Path | None, typer.Option(help="folder for data and logs", file_okay=False)] = None,
     store: StoreOption = "auto",
@@ -29,14 +38,22 @@ def up(
     redis_url: Annotated[
         str | None, typer.Option(help="a Redis that runs already; none: one is started")
     ] = None,
+    protocol: Protocol = "tcp",
+    devices: RdmaDevices = "",
+    gid_index: GidIndex = None,
+    traffic_class: TrafficClass = None,
+    service_level: ServiceLevel = None,
+    mtu: Mtu = None,
 ) -> None:
     """Run Redis, a store and the control plane on this machine until Ctrl-C.
 
     With the file store, pages and claims stay in the data folder for the next time. With Mooncake they are in
     memory and end with the stack.
     """
-    settings = StackSettings(data_dir or cache_folder() / "up", port, store, store_bytes, redis_url)
     with clear_errors(), ending_as_interrupt():
+        rdma = rdma_settings(protocol, devices, gid_index, traffic_class, service_level, mtu)
+        folder = data_dir or cache_folder() / "up"
+        settings = StackSettings(folder, port, store, store_bytes, redis_url, rdma=rdma)
         try:
             with running(Stack(settings)) as stack:
                 say_what_runs(stack)

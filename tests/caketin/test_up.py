@@ -214,3 +214,20 @@ def _two_replays(url: str, tmp_path: Path) -> None:
             numbers = json.loads(output)
             assert process.returncode == 0
             assert numbers["hit_pages"] + numbers["backed_up_pages"] == numbers["asked_pages"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--mtu", "1024"], "--protocol is tcp"),
+        (["--protocol", "rdma", "--mtu", "1500"], "mtu is 1500"),
+        (["--protocol", "rdma", "--devices", "tp=mlx5_0"], "devices has 'tp=mlx5_0'"),
+        (["--protocol", "rdma", "--store", "mooncake", "--devices", "mlx5_99"], "mlx5_99 is not here"),
+    ],
+)
+def test_rdma_that_cannot_be_is_told_before_or_while_the_stack_starts(
+    tmp_path: Path, flags: list[str], says: str
+):
+    done = caketin("up", "--data-dir", str(tmp_path / "up"), *flags, cache=tmp_path / "cache")
+    assert done.returncode == 2
+    assert says in " ".join(done.stderr.split())

@@ -7,6 +7,7 @@ add one, for another part that moves bytes: a function here, and a test that nam
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - looked for when a name is resolved, and another user may not read it
 import hashlib
 import io
 import json
@@ -344,11 +345,13 @@ def killed_node(_given: Given) -> Facts:
         return codes
 
     opened.get = noted_get  # type: ignore[method-assign]
-    bounced = BounceStore(opened, call_seconds=6.0, lanes=2, lane_bytes=25 << 20, grace_seconds=6.0)
+    limits = {"call_seconds": 6.0, "grace_seconds": 6.0}
+    bounced = BounceStore(opened, lanes=2, lane_bytes=25 << 20, **limits)
     bench = Bench(48, 512 << 10)
     opened.register(bench.memory.address, bench.memory.length)
     bounced.register(bench.memory.address, bench.memory.length)
     put = opened.put(bench.keys, bench.buffers()).tolist()
+    connected = rxe.queue_pairs(os.getpid())
     lanes = [lane._memory for lane in bounced._lanes]
     for memory in lanes:
         memory[:] = UNTOUCHED
@@ -366,10 +369,11 @@ def killed_node(_given: Given) -> Facts:
     caller.start()
     while rxe.sent_packets(device) - before < 300:
         time.sleep(0.01)
-    connected = rxe.queue_pairs(os.getpid())
     os.killpg(node, signal.SIGKILL)
     caller.join()
     facts: Facts = {
+        **limits,
+        "asked_objects": bench.count,
         "put": sorted(set(put)),
         "connected": connected,
         "outcome": outcome,
@@ -386,7 +390,8 @@ def killed_node(_given: Given) -> Facts:
     facts["native_codes"] = sorted(set(returned[0][1])) if returned else None
     facts["quarantined_at_return"] = bounced.quarantined
     facts["arrived_bytes"] = int(sum((memory != UNTOUCHED).sum() for memory in at_return))
-    facts["late_bytes"] = 0
+    inside = [memory[: bench.source.size].reshape(bench.source.shape) for memory in at_return]
+    facts["arrived_objects"] = max(int((i == bench.source).all(axis=1).sum()) for i in inside)
     while bounced.quarantined and time.monotonic() - began < 130:
         time.sleep(0.5)
     facts["quarantine_seconds"] = time.monotonic() - returned[0][0] if returned else None
