@@ -73,7 +73,8 @@ def replay_command(
 ) -> None:
     """Replay a load: look up, prefetch what is restorable, back up the rest, compare the bytes.
 
-    Exit code 1: restored bytes were wrong. A control plane or store that is away is counted, no more.
+    Exit code 1: restored bytes were wrong, or nobody answered for two minutes. Anything that is away for a
+    shorter time is counted, no more. Ctrl-C ends it with the table of what was counted until then.
     """
     settings = ReplaySettings(
         url or "",
@@ -103,7 +104,10 @@ def replay_command(
         _say(report, json, embedded=url is None)
     if report.wrong_pages:
         fail(f"{report.wrong_pages} restored pages had wrong bytes")
-    code = 1 if report.wrong_pages else 0
+    code = 1 if report.wrong_pages else 130 if report.ended_early == "interrupted" else 0
+    if report.ended_early and not code:
+        fail(f"requests are left: {report.ended_early}")
+        code = 1
     if report.hanging:
         # A native call that hangs would abort an orderly end of the process; everything else has ended.
         sys.stdout.flush()

@@ -19,13 +19,14 @@ from metadata.page_hash import page_hashes
 __all__ = ["ReplaySettings", "replay"]
 
 _LOOK_SECONDS: Final = 0.2
+_INTERRUPTED: Final = "interrupted"
 
 
 class Replay:
     """A replay of one load by one engine.
 
     A control plane or store that is away is counted and does not end it: a lookup without an answer is
-    `degraded` and no miss, a transfer that fails restores or stores nothing.
+    `degraded` and no miss, a transfer that fails restores or stores nothing. Only one that stays away does.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Replay:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._failure: BaseException | None = None
+        self._answered = 0.0
         self.report = Report(
             load.name,
             settings.pools,
@@ -49,15 +51,24 @@ class Replay:
 
     def run(self) -> Report:
         """Replay every request; in order, and one after the other where only one may be in flight."""
-        start = time.perf_counter()
-        if self._settings.concurrency == 1:
-            self._replay_lane(0)
-        else:
-            self._replay_lanes()
+        start = self._answered = time.perf_counter()
+        try:
+            if self._settings.concurrency == 1:
+                self._replay_lane(0)
+            else:
+                self._replay_lanes()
+        except KeyboardInterrupt:
+            # What was counted until then is what whoever presses Ctrl-C wants to see.
+            self._stopped.set()
+            self.report.ended_early = _INTERRUPTED
         self.report.seconds = time.perf_counter() - start
         if self._failure is not None:
             raise self._failure
-        self.report.reported_pages = self._group.reported_pages()
+        interrupted = self.report.ended_early == _INTERRUPTED
+        # An answer of the request that was cut off may be under way from the other ranks.
+        self.report.reported_pages = (
+            self._group.leader.client.reported_pages if interrupted else self._group.reported_pages()
+        )
         self.report.hanging = self._group.leader.hanging
         self.report.events.update(self._group.leader.membership.events)
         return self.report
@@ -90,6 +101,10 @@ class Replay:
                 ids = next(self._requests, None)
             if ids is None:
                 return
+            if time.perf_counter() - self._answered > self._settings.give_up_seconds:
+                self.report.ended_early = f"no answer for {self._settings.give_up_seconds:g} s"
+                self._stopped.set()
+                return
             yield ids
 
     def _one(self, lane: int, ids: list[int]) -> None:
@@ -119,7 +134,10 @@ class Replay:
         seconds = time.perf_counter() - start
         with self._lock:
             self.report.looked_up(len(hashes), found, seconds, error)
-        return None if found is None or found.degraded else found
+        if found is None or found.degraded:
+            return None
+        self._answered = time.perf_counter()
+        return found
 
     def _note_prefetch(self, found: LookupResult, done: Restored) -> None:
         with self._lock:

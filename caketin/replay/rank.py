@@ -59,6 +59,7 @@ class ReplaySettings:
         model: name of the namespace's model.
         call_seconds: deadline of a control call.
         transfer_seconds: deadline of a transfer.
+        give_up_seconds: how long no lookup may have an answer before the replay ends.
         token: access token, or None.
     """
 
@@ -74,6 +75,7 @@ class ReplaySettings:
     model: str = "replay"
     call_seconds: float = 2.0
     transfer_seconds: float = 10.0
+    give_up_seconds: float = 120.0
     token: str | None = field(default=None, repr=False)
 
 

@@ -72,6 +72,7 @@ class Report:
         errors: call and code -> how often a call failed as a whole.
         hanging: transfers of the leader that had not returned at the end.
         events: what else the leader met: registered again, failed heartbeats.
+        ended_early: why requests are left; empty where none are.
         bytes_read: from the store, by all ranks.
         bytes_written: to the store, by all ranks.
         read_seconds: in prefetches, of the slowest rank.
@@ -107,6 +108,7 @@ class Report:
     errors: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     hanging: int = 0
+    ended_early: str = ""
     bytes_read: int = 0
     bytes_written: int = 0
     read_seconds: float = 0.0
@@ -209,7 +211,8 @@ class Report:
         ranks = f", TP {self.tp}" if self.tp > 1 else ""
         flight = f", {self.concurrency} in flight" if self.concurrency > 1 else ""
         how = f"{self.pools}{ranks}, store: {self.store}, sidecars: {self.sidecars}{flight}"
-        return f"{self.load}: {self.requests:,} requests, {how}"
+        ended = f" (ended early: {self.ended_early})" if self.ended_early else ""
+        return f"{self.load}: {self.requests:,} requests, {how}{ended}"
 
     def _moved(self) -> str:
         read = f"{_size(self.bytes_read)} read{_speed(self.bytes_read, self.read_seconds)}"

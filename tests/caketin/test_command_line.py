@@ -2,11 +2,14 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.caketin.command import TRACE, caketin, processes_of
+from tests.caketin.command import TRACE, caketin, environment, processes_of, wait_until
 
 
 @pytest.fixture
@@ -62,3 +65,27 @@ def test_what_a_user_gets_wrong_is_said_in_a_sentence(tmp_path: Path, arguments:
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_ctrl_c_ends_a_replay_with_the_table_of_what_was_counted_until_then(tmp_path: Path, ranks: str):
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    command = [sys.executable, "-m", "caketin", "replay", "--store", "file", "--pools", "mha", "--tp", ranks]
+    with out.open("wb") as file:
+        running = subprocess.Popen(
+            [*command, "--limit", "200000"], stdout=file, stderr=file, env=environment(cache)
+        )
+
+        def stored() -> bool:
+            assert running.poll() is None, out.read_text()
+            pages = (cache / "caketin").glob("replay-*/pages/objects/*/*/*/*")
+            return next(pages, None) is not None
+
+        wait_until(stored, 60, "nothing was stored")
+        running.send_signal(signal.SIGINT)
+        assert running.wait(60) == 130, out.read_text()
+    said = out.read_text()
+    assert "(ended early: interrupted)" in said
+    assert re.search(r"wrong bytes\W+0 of", said)
+    assert not processes_of(cache)
+    assert not list((cache / "caketin").glob("replay-*"))

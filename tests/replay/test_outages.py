@@ -70,6 +70,12 @@ def test_the_control_plane_killed_in_mid_replay_is_counted_and_no_miss(stack: St
     assert slowest(report, "lookup") < 3 * CALL_SECONDS
 
 
+def test_a_control_plane_that_stays_away_ends_the_replay_with_its_report(stack: Stack):
+    report = run_and(stack, {300: child(stack, "control plane").kill}, give_up_seconds=0.5)
+    assert report.ended_early == "no answer for 0.5 s"
+    assert 0 < report.degraded < report.requests < len(LOAD.requests)
+
+
 def test_a_control_plane_that_hangs_costs_no_call_more_than_its_deadline(stack: Stack):
     part = Load("short", LOAD.requests[:20])
     os_pid = child(stack, "control plane").process.pid
