@@ -89,6 +89,7 @@ class EngineSettings:
         config: changes to the model.
         place: overrides of SGLang's parallel state.
         groups: process groups of a real collective, by the names of `CacheInitParams`.
+        server: other server arguments, set after SGLang has checked them: there is no model to check.
         attached: whether to wait until caketin is attached, as slow as the machine may be just now.
     """
 
@@ -101,6 +102,7 @@ class EngineSettings:
     config: dict[str, Any] = field(default_factory=dict)
     place: dict[str, int] = field(default_factory=dict)
     groups: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
     attached: bool = True
 
 
@@ -161,6 +163,8 @@ class Engine:
             hicache_host_memory_mode=self.settings.mode,
         )
         args._mamba_cache_chunk_size = max(64, self.config.page_size)
+        for name, value in self.settings.server.items():
+            setattr(args, name, value)
         return args
 
     def attach_config(self) -> str:
@@ -173,7 +177,7 @@ class Engine:
             **{"attn_dp_rank": 0, "attn_tp_rank": 0, "attn_tp_size": 1, "attn_dcp_rank": 0},
             **self.settings.place,
         }
-        build = {"deepseek-v4": self._build_v4, "mla": self._build_mla}.get(self.settings.model)
+        build = self._builder()
         if build is None:
             with ExitStack() as patched:
                 if self.settings.core == "rust":
@@ -211,6 +215,10 @@ class Engine:
             )
         if self.settings.backend == "dynamic" and self.settings.attached:
             until(lambda: self.backend._link.joined is not None)
+
+    def _builder(self) -> Callable[[], None] | None:
+        """How the device pools are made; None: as the kit makes them."""
+        return {"deepseek-v4": self._build_v4, "mla": self._build_mla}.get(self.settings.model)
 
     def _close_backend(self) -> None:
         if self.controller.storage_backend is not None:
@@ -296,7 +304,9 @@ class Engine:
     # What a test does with an engine.
 
     def tokens(self, pages: int, start: int = 1) -> list[int]:
-        return self.steps._make_seq(start, pages)
+        """A prompt of so many pages; where positions are pairs of tokens it takes one token more."""
+        found = self.steps._make_seq(start, pages)
+        return [*found, found[-1] + 1] if self.config.is_eagle else found
 
     def fill(self, seed: int) -> None:
         """Fill all device memory with bytes made from `seed`."""
@@ -395,7 +405,7 @@ class Engine:
         if self.settings.model == "deepseek-v4":
             return self._v4_bytes(pool, rows)
         full = getattr(pool, "full_kv_pool", pool)
-        found = [b[rows] for b in _buffers(full)]
+        found = [b[rows] for b in _buffers(full)] + self._other_bytes(rows)
         if _SWA in self.config.components:
             window = self.allocator.full_to_swa_index_mapping[rows[-self.config.sliding_window_size :]]
             found += [b[window] for b in _buffers(pool.swa_kv_pool)]
@@ -418,12 +428,20 @@ class Engine:
         pool = self.allocator.get_kvcache()
         if self.settings.model == "deepseek-v4":
             return [*_v4_buffers(pool), *pool.swa_kv_pool.kv_buffer]
-        found = _buffers(getattr(pool, "full_kv_pool", pool))
+        found = _buffers(getattr(pool, "full_kv_pool", pool)) + self._other_tensors()
         if _SWA in self.config.components:
             found = found + _buffers(pool.swa_kv_pool)
         if _MAMBA in self.config.components:
             found = found + self._mamba_tensors()
         return found
+
+    def _other_tensors(self) -> list[torch.Tensor]:
+        """Device memory of pools that only some engines have."""
+        return []
+
+    def _other_bytes(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """What these pools hold for the tokens at `rows`."""
+        return []
 
     def _mamba_tensors(self) -> list[torch.Tensor]:
         cache = self.requests.mamba_pool.mamba_cache

@@ -7,15 +7,16 @@ from typing import Any
 
 from dataplane.engines.sglang import CaketinStorage
 from metadata.codec import PageHashes
+from metadata.namespace import HashKind
 from metadata.page_hash import page_hashes
 
 
 class Stored:
     """The objects of a prompt, as one engine names them."""
 
-    def __init__(self, engine: Any, tokens: Sequence[int]) -> None:
+    def __init__(self, engine: Any, tokens: Sequence[int], hash_kind: HashKind = "plain") -> None:
         self._engine = engine
-        self.hashes = PageHashes.of(page_hashes(list(tokens), engine.config.page_size))
+        self.hashes = PageHashes.of(page_hashes(list(tokens), engine.config.page_size, hash_kind=hash_kind))
 
     @property
     def backend(self) -> CaketinStorage:
