@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from ipaddress import ip_address
 from typing import Final, Literal
 
@@ -226,6 +227,7 @@ def require_loopback_name(host: str) -> None:
     )
 
 
+@lru_cache(maxsize=256)  # asked by every call, and mostly of the same name
 def _is_loopback(name: str) -> bool:
     try:
         return ip_address(name).is_loopback

@@ -34,6 +34,10 @@ MAX_ROWS: Final = 10_000
 """Most rows of one time bucket: engine ids and pool names are made up by callers. More counts as `other`."""
 
 ASKED_PER_FLUSH: Final = 2_000
+
+_EVENTS: Final = 1_024
+"""Events that wait to be summed."""
+
 MAX_GAPS: Final = 1_000
 GAP_SECONDS: Final = 7_776_000
 OTHER: Final = "other"
@@ -116,6 +120,7 @@ class HitCounters:
     flush_seconds: float = 1.0
     dropped: int = 0
     process: str = field(default_factory=lambda: secrets.token_hex(8))
+    _events: list[CountedLookup | CountedPages] = field(default_factory=list)
     _sums: Counter[Key] = field(default_factory=Counter)
     _asked: deque[CountedLookup] = field(default_factory=deque)
     _number: int = 0
@@ -125,6 +130,7 @@ class HitCounters:
     @property
     def backlog(self) -> int:
         """Lookups and sums that wait to be flushed."""
+        self._sum()
         return len(self._asked) + len(self._sums)
 
     def count(self, event: CountedLookup | CountedPages) -> None:
@@ -135,11 +141,19 @@ class HitCounters:
                 self.dropped += 1
             self._asked.append(event)
             return
-        if len(self._sums) >= MAX_PENDING:
-            self.dropped += 1
-            return
-        for key, pages in _sums_of(event):
-            self._sums[key] += pages
+        # Summed later: an answer waits for this, and a lookup of six pools is twenty rows.
+        self._events.append(event)
+        if len(self._events) >= _EVENTS:
+            self._sum()
+
+    def _sum(self) -> None:
+        for event in self._events:
+            if len(self._sums) >= MAX_PENDING:
+                self.dropped += 1
+                continue
+            for key, pages in _sums_of(event):
+                self._sums[key] += pages
+        self._events.clear()
 
     async def run(self) -> None:
         """Flush every `flush_seconds`; what Redis does not take stays for the next time."""
@@ -189,6 +203,7 @@ class HitCounters:
     def _seal(self, *, goodbye: bool) -> ScriptCall:
         """Take what waits out of the queues and into one flush, which from now on never changes."""
         asked = [self._asked.popleft() for _ in range(min(len(self._asked), ASKED_PER_FLUSH))]
+        self._sum()
         sums, self._sums = self._sums, Counter()
         self._number += 1
         return _flush_call(self.process, self._number, self.flush_seconds, sums, asked, goodbye=goodbye)
