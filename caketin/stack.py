@@ -18,7 +18,7 @@ from caketin.embedded_redis import EmbeddedRedis
 from dataplane.child_process import ChildFailed, ChildProcess, free_port
 from dataplane.mooncake_node import MooncakeCluster
 from dataplane.mooncake_store import MooncakeStore
-from dataplane.rdma_settings import RdmaSettings
+from dataplane.rdma_settings import RdmaSettings, environment
 from metadata.errors import CaketinError
 
 StoreChoice: TypeAlias = Literal["auto", "file", "mooncake"]
@@ -149,6 +149,8 @@ class Stack:
             StoreUnavailable: Mooncake was asked for and does not start.
         """
         folder = self.settings.data_dir
+        if self.settings.rdma is not None:
+            environment.tell(self.settings.rdma)  # a look whether Mooncake loads is a load
         self._lock = FolderLock(folder)
         port = _checked_port(self.settings.port)
         self._choose_store()

@@ -90,14 +90,22 @@ class MooncakeSettings:
         return self.rdma.chosen(self.rank) if self.protocol == "rdma" else ()
 
 
-def load_native() -> Any:
+def load_native(settings: MooncakeSettings | None = None, segment_bytes: int = 0) -> Any:
     """Import and return `mooncake.store`, with the transport limits that large batches need.
 
-    Variables that are set already keep their values.
+    Mooncake reads its environment while it is loaded, so a client's settings are given here as well as to
+    `connect`. Variables that are set already keep their values, where no setting says otherwise.
+
+    Args:
+        settings: of the client that is wanted; None: only to see whether it loads.
+        segment_bytes: memory that the client is to lend.
 
     Raises:
-        StoreUnavailable: it is not installed, or a library it needs is missing.
+        StoreUnavailable: it is not installed, a library it needs is missing, or RDMA cannot be used as it is
+            set; the text names the setting.
     """
+    if settings is not None:
+        _checked_devices(settings, segment_bytes + settings.local_buffer_bytes)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:

@@ -60,7 +60,7 @@ class MooncakeStore:
         self.lease_seconds: float | None = settings.lease_seconds
         self.max_region_bytes: int | None = None
         self._settings = settings
-        self._native = load_native()
+        self._native = load_native(settings)
         check_listening(settings.master, settings.connect_seconds)
         self._client = connect(self._native, settings, segment_bytes=0)
         if settings.protocol == "rdma":

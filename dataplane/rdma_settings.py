@@ -2,13 +2,14 @@
 
 Mooncake itself tries a wrong device or GID 20 times, 1.1 s each, and then says -600 for everything.
 
-Four settings reach it through variables of the environment, which it reads once a process, when its first
-client is made: a second client of the process cannot have others.
+Four settings reach it through variables of the environment, which it reads once a process, when its library
+is loaded: a second client of the process cannot have others.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ _VARIABLES: Final = {
     "service_level": "MC_IB_SL",
     "mtu": "MC_MTU",
 }
+_MODULES: Final = ("mooncake.store", "mooncake.engine")
 _REGION_VARIABLE: Final = "MC_MAX_MR_SIZE"
 
 
@@ -102,27 +104,32 @@ class RdmaSettings:
 
 
 class RdmaEnvironment:
-    """What the first client of this process was told; it holds for all later ones."""
+    """What Mooncake was told in this process when it was loaded; it holds for all clients."""
 
     def __init__(self) -> None:
         self._told: dict[str, str | None] | None = None
 
     def tell(self, settings: RdmaSettings) -> None:
-        """Set the variables.
+        """Set the variables, before Mooncake is loaded.
 
         Raises:
-            InvalidInput: a client before this one was told otherwise.
+            InvalidInput: it is loaded already, and reads no others any more.
         """
-        wanted: dict[str, str | None] = {v: os.environ.get(v) for v in _VARIABLES.values()}
-        wanted |= settings.variables()
-        if self._told is not None and wanted != self._told:
-            errors = [
-                FieldError(
-                    name, "fixed", f"is {wanted[v]}, another client here was made with {self._told[v]}"
-                )
-                for name, v in _VARIABLES.items()
-                if wanted[v] != self._told[v]
-            ]
+        now: dict[str, str | None] = {v: os.environ.get(v) for v in _VARIABLES.values()}
+        wanted = now | settings.variables()
+        loaded = any(name in sys.modules for name in _MODULES)
+        fixed = self._told or (now if loaded else wanted)
+        errors = [
+            FieldError(
+                name,
+                "fixed",
+                f"is {wanted[v]}, but Mooncake was loaded here with {fixed[v] or 'its own choice'}: "
+                f"have one value for all of it, or start it with {v}={wanted[v]} in its environment",
+            )
+            for name, v in _VARIABLES.items()
+            if wanted[v] != fixed[v]
+        ]
+        if errors:
             raise InvalidInput("Mooncake reads its RDMA settings once a process", errors)
         self._told = wanted
         os.environ.update(settings.variables())

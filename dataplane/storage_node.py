@@ -84,7 +84,7 @@ class StorageNode:
 
     def _lend(self) -> Any:
         before = self._base_addresses() if self.prefault else set()
-        client = connect(load_native(), self.store, segment_bytes=self.segment_bytes)
+        client = connect(load_native(self.store, self.segment_bytes), self.store, self.segment_bytes)
         if self.prefault:
             for base in self._base_addresses() - before:
                 _populate(*base)

@@ -1,6 +1,7 @@
 """RDMA settings: what Mooncake is told, and what is wrong before it tries. Over verbs: tests/rdma."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(rdma_settings, "memlock_room", lambda: None)
+    for name in ("mooncake.store", "mooncake.engine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def faults(settings: RdmaSettings, sysfs: Path, devices: tuple[str, ...] = ()) -> list[tuple[str, str]]:
@@ -52,6 +55,17 @@ def test_what_is_given_reaches_the_environment_and_what_is_not_stays(monkeypatch
     assert {name: os.environ.get(name) for name in VARIABLES} == dict(
         zip(VARIABLES, ("0", "106", "5", "4096"), strict=True)
     )
+
+
+def test_once_mooncake_is_loaded_what_it_has_read_is_all_there_is(monkeypatch: pytest.MonkeyPatch):
+    """Also where somebody else has loaded it, such as the engine itself."""
+    monkeypatch.setitem(sys.modules, "mooncake.engine", sys)
+    monkeypatch.setenv("MC_IB_TC", "106")
+    RdmaEnvironment().tell(RdmaSettings(traffic_class=106))
+    with pytest.raises(InvalidInput, match="MC_GID_INDEX=3 in its environment") as said:
+        RdmaEnvironment().tell(RdmaSettings(gid_index=3))
+    assert [e.field for e in said.value.errors] == ["gid_index"]
+    assert "MC_GID_INDEX" not in os.environ
 
 
 def test_a_second_client_of_a_process_cannot_have_others():

@@ -19,13 +19,16 @@ from api.settings import Settings, StoreSettings
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane.child_process import ChildProcess, free_port
 from tests.rdma.guest.run import MASTER
-from tests.rdma.kernel import HERE, NoGuest, guest_kernel
+from tests.rdma.kernel import HERE, Kernel, NoGuest, guest_kernel
 from tests.servers import serving
 
 REPO = HERE.parents[1]
 QEMU = "qemu-system-x86_64"
 BOOT_SECONDS = 60.0
 MEMORY_MIB = 2560
+SECOND_MEMORY_MIB = 1024
+WIRE_CASE = "wire"
+WIRE_DUMP = "wire.pcap"
 NOTED_VERBS = "noted_verbs.so"
 _HOST_AS_THE_GUEST_SEES_IT = "10.0.2.2"
 
@@ -102,28 +105,62 @@ def run_guest(cases: Sequence[str], folder: Path, seconds: float) -> Guest:
         }
         (folder / "job.json").write_text(json.dumps(job))
         started = time.monotonic()
-        command = _command(kernel.image, kernel.initrd, folder)
-        qemu = ChildProcess.start("guest", command, folder / "qemu.log")
+        pair = _Pair(folder, free_port()) if WIRE_CASE in cases else None
+        qemu = ChildProcess.start("guest", _command(kernel, folder, 1, pair), folder / "qemu.log")
         stack.callback(qemu.kill)
+        if pair is not None:
+            qemu.wait_ready(lambda: _listens(pair.port), 10.0)
+            other = ChildProcess.start(
+                "second guest", _command(kernel, folder, 2, pair), folder / "qemu-2.log"
+            )
+            stack.callback(other.kill)
         with contextlib.suppress(subprocess.TimeoutExpired):
             qemu.process.wait(BOOT_SECONDS + seconds)
         guest.seconds = time.monotonic() - started
     return guest
 
 
-def _command(image: Path, initrd: Path, folder: Path) -> list[str]:
+@dataclass(frozen=True)
+class _Pair:
+    """Two guests whose first network interfaces are joined by a wire, which is listened to."""
+
+    folder: Path
+    port: int
+
+    @property
+    def dump(self) -> Path:
+        return self.folder / WIRE_DUMP
+
+    def end(self, number: int) -> str:
+        return f"socket,{'listen' if number == 1 else 'connect'}=127.0.0.1:{self.port}"
+
+
+def _listens(port: int) -> bool:
+    """Whether something listens, looked at without a connection: QEMU takes only one."""
+    return f":{port:04X} 00000000:0000 0A" in Path("/proc/net/tcp").read_text()
+
+
+def _command(kernel: Kernel, folder: Path, number: int, pair: _Pair | None) -> list[str]:
     """QEMU's command line. Software emulation: nested hardware virtualisation cannot be relied on."""
-    told = f"caketin.repo={REPO} caketin.python={sys.executable}"
+    told = f"caketin.repo={REPO} caketin.python={sys.executable} caketin.number={number}"
     root = "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap"
-    command = [QEMU, "-machine", "q35", "-accel", os.environ.get("CAKETIN_RDMA_ACCEL", "tcg,thread=multi")]
-    command += ["-cpu", "max", "-smp", "2", "-m", str(MEMORY_MIB)]
+    accelerator = os.environ.get("CAKETIN_RDMA_ACCEL", "tcg,thread=multi")
+    memory, processors = (MEMORY_MIB, 2) if number == 1 else (SECOND_MEMORY_MIB, 1)
+    command = [QEMU, "-machine", "q35", "-accel", accelerator]
+    command += ["-cpu", "max", "-smp", str(processors), "-m", str(memory)]
     command += ["-nodefaults", "-no-user-config", "-no-reboot", "-display", "none", "-monitor", "none"]
-    command += ["-serial", f"file:{folder / 'console.log'}", "-kernel", str(image), "-initrd", str(initrd)]
+    console = folder / ("console.log" if number == 1 else "console-2.log")
+    command += ["-serial", f"file:{console}", "-kernel", str(kernel.image), "-initrd", str(kernel.initrd)]
     command += ["-append", f"console=ttyS0 panic=-1 quiet mitigations=off {told}"]
     command += ["-virtfs", root]
     command += ["-virtfs", f"local,path={folder},mount_tag=results,security_model=none"]
-    for i, network in enumerate(("hubport,hubid=0", "hubport,hubid=1", "user")):
-        command += ["-netdev", f"{network},id=n{i}", "-device", f"virtio-net-pci,netdev=n{i},romfile="]
+    first = "hubport,hubid=0" if pair is None else pair.end(number)
+    for i, network in enumerate((first, "hubport,hubid=1", "user")):
+        address = f"52:54:00:00:{number:02x}:{i:02x}"
+        command += ["-netdev", f"{network},id=n{i}"]
+        command += ["-device", f"virtio-net-pci,netdev=n{i},mac={address},romfile="]
+    if pair is not None and number == 1:
+        command += ["-object", f"filter-dump,id=dump,netdev=n0,file={pair.dump},maxlen=96"]
     return ["nice", "-n", "19", *command] if os.environ.get("CAKETIN_RDMA_NICE") else command
 
 

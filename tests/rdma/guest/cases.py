@@ -33,11 +33,11 @@ from dataplane.bounce_store import BounceStore, StoreOverdue
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ControlSettings, ModelIdentity, RankIdentity
 from dataplane.host_memory import HostMemory
-from dataplane.mooncake_native import MooncakeSettings
+from dataplane.mooncake_native import MooncakeSettings, load_native
 from dataplane.mooncake_store import MooncakeStore
 from dataplane.object_store import ObjectBuffers, StoreError
 from dataplane.rdma_settings import RdmaSettings
-from dataplane.store_access import StoreOverrides
+from dataplane.store_access import AS_TOLD, StoreOverrides
 from metadata.codec import PageHashes
 from metadata.pools import Part, PoolSpec, RankPool
 from tests.rdma.guest import run, rxe
@@ -151,6 +151,7 @@ def wrong_settings(given: Given) -> Facts:
 @case
 def memlock(given: Given) -> Facts:
     """As a user who may lock little: too little to open a store, then too little to register a pool."""
+    load_native()  # this user's files are not the other's
     bench = Bench(64, 1 << 20)
     hard = 40 << 20
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, hard))
@@ -178,7 +179,7 @@ def _opening(told: MooncakeSettings) -> str:
 
 
 def moved(
-    given: Given, pools: str, *, max_mr_size: int | None = None, overrides: StoreOverrides | None = None
+    given: Given, pools: str, *, max_mr_size: int | None = None, overrides: StoreOverrides = AS_TOLD
 ) -> Facts:
     """Join as a rank, back up pages, look them up, prefetch them into other slots, compare."""
     own = rank_pools(pools, 200_000)
@@ -325,6 +326,19 @@ def tcp_control(given: Given) -> Facts:
     run.lend("tcp-node", master, "", protocol="tcp")
     bench = Bench(8, 100_000)
     opened = MooncakeStore(settings({"master": master, "master_http": http}, protocol="tcp", devices=""))
+    opened.register(bench.memory.address, bench.memory.length)
+    return bench.round_trip(opened)
+
+
+@case
+def wire(_given: Given) -> Facts:
+    """A storage node on another machine."""
+    log = run.RESULTS / "node-2.log"
+    run.wait_until(lambda: log.exists() and "node ready" in log.read_text(), 100, "the second machine")
+    at = {"master": run.WIRE_MASTER, "master_http": run.WIRE_MASTER_HTTP}
+    told = {"local_hostname": run.FIRST, "traffic_class": 106, "gid_index": 1}
+    bench = Bench(8, 100_000)
+    opened = MooncakeStore(settings(at, **told))
     opened.register(bench.memory.address, bench.memory.length)
     return bench.round_trip(opened)
 

@@ -1,7 +1,7 @@
 #!/bin/busybox sh
 # The first process of the guest. The host's files are the root, read-only over 9p under a layer of memory, so
 # that the guest runs this working tree with the host's Python. What to run is told on the kernel's command line:
-# caketin.repo=FOLDER caketin.python=FILE
+# caketin.repo=FOLDER caketin.python=FILE caketin.number=1 (2 is the second machine of a pair)
 b=/bin/busybox
 $b mkdir -p /proc /sys /dev /lower /layer /root
 $b mount -t proc proc /proc
@@ -18,7 +18,8 @@ for word in $($b cat /proc/cmdline); do
   case $word in
     caketin.repo=*) repo=${word#*=} ;;
     caketin.python=*) python=${word#*=} ;;
+    caketin.number=*) number=${word#*=} ;;
   esac
 done
 for m in /proc /sys /dev; do $b mount --move $m /root$m; done
-exec $b switch_root /root /bin/sh "$repo/tests/rdma/guest/start.sh" "$repo" "$python"
+exec $b switch_root /root /bin/sh "$repo/tests/rdma/guest/start.sh" "$repo" "$python" "$number"

@@ -24,24 +24,32 @@ RESULTS = Path("/results")
 CASE_SECONDS = 150.0
 MASTER = "127.0.0.1:50051"
 MASTER_HTTP = "127.0.0.1:9003"
+WIRE_MASTER = "192.168.77.1:50081"
+WIRE_MASTER_HTTP = "192.168.77.1:9033"
+FIRST, SECOND = "192.168.77.1", "192.168.77.2"
 CONTROL_PORT = 7411
 SEGMENT_BYTES = 64 << 20
 
 
 def main() -> None:
+    if sys.argv[1:] == ["2"]:
+        second()
+        return
     job = json.loads((RESULTS / "job.json").read_text())
     start_master(MASTER, MASTER_HTTP)
+    if "wire" in job["cases"]:
+        start_master(WIRE_MASTER, WIRE_MASTER_HTTP)
     say("importing")
-    from dataplane.mooncake_native import load_native
+    # Not Mooncake, which reads its environment when it is loaded.
     from tests.rdma.guest import cases
 
-    load_native()
     say("imported")
     forked("forward", lambda: forward(CONTROL_PORT, *job["control"]))
     lend("node", MASTER, "rxe0,rxe1")
     say("Mooncake is up")
     given = {"master": MASTER, "master_http": MASTER_HTTP, "control_url": f"http://127.0.0.1:{CONTROL_PORT}"}
-    waiting = sorted(job["cases"], key=lambda name: name not in cases.LONG)
+    # Those that wait first; the one that needs the second machine last.
+    waiting = sorted(job["cases"], key=lambda name: (name not in cases.LONG, name == "wire"))
     running: dict[int, tuple[str, float]] = {}
     while waiting or running:
         alone = [name for name, _ in running.values() if name not in cases.LONG]
@@ -49,6 +57,14 @@ def main() -> None:
             name = waiting.pop(0)
             running[start(cases.CASES[name], name, given)] = (name, time.monotonic())
         reap(running)
+
+
+def second() -> None:
+    """The second machine of a pair: a storage node, until the machine is ended."""
+    wait_until(lambda: accepts(WIRE_MASTER), 60, "the first machine")
+    lend("node-2", WIRE_MASTER, "rxe0", host=SECOND)
+    say("storage node of the second machine is ready")
+    signal.pause()
 
 
 def start_master(address: str, http: str) -> subprocess.Popen[bytes]:
@@ -72,13 +88,14 @@ def start_master(address: str, http: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
 
-def lend(name: str, master: str, devices: str, protocol: str = "rdma") -> int:
+def lend(name: str, master: str, devices: str, protocol: str = "rdma", host: str = "127.0.0.1") -> int:
     """Start a storage node as `caketin` has it, and wait until its memory can be used; its process id."""
     from dataplane import mooncake_node
 
     wait_until(lambda: accepts(master), 60, f"the master at {master}")
     arguments = ["node", "--master", master, "--segment-bytes", str(SEGMENT_BYTES), "--protocol", protocol]
-    pid = forked(name, lambda: mooncake_node.main([*arguments, "--devices", devices]))
+    arguments += ["--devices", devices, "--local-hostname", host]
+    pid = forked(name, lambda: mooncake_node.main(arguments))
     log = RESULTS / f"{name}.log"
     wait_until(lambda: "storage node ready" in log.read_text(errors="replace"), 90, name)
     return pid
