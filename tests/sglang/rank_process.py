@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.sglang.engines import Engine, EngineSettings, same
+from tests.sglang.engines import EngineSettings, same
+from tests.sglang.other_engines import engine_of
 from tests.sglang.stored import Stored
 
 PAGES = 6
@@ -54,20 +55,20 @@ def play(told: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     removal = told.get("remove", {}).get(str(rank))
     target = "sglang.srt.managers.cache_controller.is_dp_attention_enabled"
     with mock.patch(target, lambda: bool(told.get("data_parallel"))):
-        return _steps(settings, second, seed=7 + (0 if model == "mla" else local), removal=removal)
+        return _steps(settings, second, seed=7 + (0 if model in {"mla", "dsa"} else local), removal=removal)
 
 
 def _steps(
     settings: EngineSettings, second: EngineSettings, *, seed: int, removal: list[Any] | None
 ) -> dict[str, Any]:
-    with Engine(settings) as first:
+    with engine_of(settings) as first:
         tokens = first.tokens(PAGES)
         made = first.produce(tokens, seed=seed)
         dist.barrier()
         if removal:
             Stored(first, tokens).remove(removal[0], [removal[1]])
         dist.barrier()
-    with Engine(second) as one:
+    with engine_of(second) as one:
         one.fill(99)
         got = one.prefetch(tokens)
         one.load_back(tokens)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
-import httpx
 import pytest
 
 from metadata.errors import InvalidInput
@@ -178,37 +176,3 @@ def test_an_engine_that_caches_pairs_of_tokens_has_a_namespace_and_hashes_of_its
     with Engine(plain) as third:
         assert third.backend._link.joined.namespace_id != pairs
         assert third.prefetch(tokens[:-1]) == 0
-
-
-def revision_in(plane, one) -> str:
-    namespace = one.backend._link.joined.namespace_id
-    return httpx.get(f"{plane.url}/v1/namespaces/{namespace}", trust_env=False).json()["revision"]
-
-
-def test_the_revision_is_the_server_s_or_a_fingerprint_of_the_weights(file_plane, tmp_path):
-    def extra():
-        found = file_plane.extra(model="revised")
-        del found["revision"]
-        return found
-
-    small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
-    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", **small}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    (tmp_path / "model.safetensors").write_bytes(bytes(100))
-    local = {"model_path": str(tmp_path)}
-    with Engine(EngineSettings(extra=extra(), server={**local, "revision": "0731"})) as one:
-        assert revision_in(file_plane, one) == "0731"
-    with Engine(EngineSettings(extra=extra(), server=local)) as one:
-        first = revision_in(file_plane, one)
-        assert first.startswith("local-")
-        tokens = one.tokens(PAGES)
-        made = one.produce(tokens)
-    with Engine(EngineSettings(extra=extra(), server=local)) as same_weights:
-        assert same(same_weights.restored(tokens), made)
-    # Field report 6: other weights under the same name.
-    (tmp_path / "model.safetensors").write_bytes(bytes(101))
-    with Engine(EngineSettings(extra=extra(), server=local)) as updated:
-        assert revision_in(file_plane, updated) != first
-        assert updated.prefetch(tokens) == 0
-    with Engine(EngineSettings(extra=extra())) as unversioned:
-        assert revision_in(file_plane, unversioned) == "unversioned"

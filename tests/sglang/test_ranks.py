@@ -98,6 +98,12 @@ def test_mamba_and_full_attention_on_two_ranks_each(mooncake_plane, ranks):
     assert all(s["same"] for s in said)
 
 
+def test_mamba_beside_mla_and_the_indexer_of_dsa_on_two_ranks_each(file_plane, ranks):
+    said = ranks.play(file_plane, PAIRS, ["mamba-mla", "dsa"])
+    assert [s["pages"] for s in said] == [PAGES] * WORLD
+    assert all(s["same"] for s in said)
+
+
 def test_a_page_without_one_rank_s_shard_is_no_hit_for_any(file_plane, ranks):
     # In one engine the rank that asks misses its shard, in the other the one that does not.
     said = ranks.play(file_plane, PAIRS, ["full", "full"], remove={"0": ["kv", 2], "3": ["kv", 2]})

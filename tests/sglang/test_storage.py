@@ -15,10 +15,12 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.server_args import ServerArgs
 
 from caketin.sglang import CaketinStorage
+from dataplane.engines import sglang_facts
 from metadata.errors import InvalidInput
-from tests.sglang.engines import Engine, EngineSettings
+from tests.sglang.engines import Engine, EngineSettings, until
 from tests.sglang.stored import Stored
 
 pytestmark = pytest.mark.sglang
@@ -44,14 +46,14 @@ def config(plane, **given):
     return HiCacheStorageConfig(**(place | given))
 
 
-def mha_host(pages=8, layout="page_first", heads=2):
+def mha_host(pages=8, layout="page_first", heads=2, layers=2, width=8):
     device = MHATokenToKVPool(
         size=PAGE,
         page_size=PAGE,
         dtype=torch.bfloat16,
         head_num=heads,
-        head_dim=8,
-        layer_num=2,
+        head_dim=width,
+        layer_num=layers,
         device="cpu",
         enable_memory_saver=False,
     )
@@ -255,8 +257,6 @@ def test_a_late_draft_is_registered_and_stored(file_plane, sglang):
         )
         assert backend.batch_exists_v2(wanted, [transfer]).kv_hit_pages == 0
         backend.register_mem_host_pool_v2(draft, PoolName.DRAFT)
-        from tests.sglang.engines import until
-
         until(lambda: "draft" in backend._link.joined.owned)
         assert backend.batch_set_v2([transfer]) == {"draft": [True, True]}
         assert all(backend.batch_set_v1(wanted, rows(0, 1)))
@@ -307,7 +307,6 @@ def test_the_lookup_counts_once_for_all_ranks(own_plane):
         one.produce(tokens)
         assert one.prefetch(one.tokens(4, start=7000)) == 0
         Stored(one, tokens).lookup()
-        from tests.sglang.engines import until
 
         def counted() -> int:
             answer = httpx.get(f"{own_plane.url}/v1/hit-rates?window=600&step=60", trust_env=False)
@@ -315,3 +314,94 @@ def test_the_lookup_counts_once_for_all_ranks(own_plane):
 
         until(lambda: counted() > 0)
         assert counted() == 4
+
+
+def test_the_revision_is_the_server_s_or_a_fingerprint_of_the_weights(
+    file_plane, sglang, tmp_path, monkeypatch
+):
+    """SGLang resolves the arguments of a real model beside a device only; here they are as given."""
+    import httpx
+
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(100))
+    wanted = keys(2)
+
+    def attach(given=None, **server):
+        extra = file_plane.extra(model="revised", revision=given)
+        with monkeypatch.context() as patch:
+            patch.setattr(sglang_facts, "get_server_args", lambda: ServerArgs(**server))
+            with Attached(config(file_plane, extra_config=extra), kv=mha_host()) as backend:
+                found = backend.batch_exists(wanted)
+                assert all(backend.batch_set_v1(wanted, rows(0, 1)))
+                assert backend.flush()
+                namespace = backend._link.joined.namespace_id
+        answer = httpx.get(f"{file_plane.url}/v1/namespaces/{namespace}", trust_env=False).json()
+        return answer["revision"], found
+
+    local = {"model_path": str(tmp_path)}
+    assert attach(given="mine", revision="0731", **local) == ("mine", 0)
+    assert attach(revision="0731", **local) == ("0731", 0)
+    first, _ = attach(**local)
+    assert first.startswith("local-")
+    assert attach(**local) == (first, 2)
+    # Field report 6: other weights under the same name.
+    weights.write_bytes(bytes(101))
+    second, found = attach(**local)
+    assert (second != first, found) == (True, 0)
+    assert attach(model_path="dummy") == ("unversioned", 0)
+
+
+def test_a_store_that_is_full_says_so_page_by_page_and_serves_only_what_it_has(mortal_plane, sglang):
+    """64 MiB of store for 160 MiB of pages: Mooncake evicts what nobody leases, else it is full."""
+    plane, _ = mortal_plane
+    host = mha_host(pages=8, layers=64, width=512)  # 2 MiB a page
+    fill(host)
+    with Attached(config(plane), kv=host) as backend:
+        prompts = [keys(8, tag=f"prompt{i}-") for i in range(10)]
+        stored = []
+        for prompt in prompts:
+            stored.append(backend.batch_set_v1(prompt, rows(*range(8))))
+            # Promised pages are leased, and a leased page is not evicted.
+            assert backend.flush()
+            backend.batch_exists(prompt)
+        assert all(type(b) is bool for bs in stored for b in bs)
+        assert all(stored[0])
+        assert not all(b for bs in stored for b in bs)
+        before = host.kv_buffer.view(torch.uint8).clone()
+        for prompt, said in zip(prompts, stored, strict=True):
+            host.kv_buffer.zero_()
+            read = backend.batch_get_v1(prompt, rows(*range(8)))
+            got = host.kv_buffer.view(torch.uint8)
+            for page in range(8):
+                span = slice(page * PAGE, (page + 1) * PAGE)
+                if read[page]:
+                    assert said[page]
+                    assert torch.equal(got[:, span], before[:, span])
+            # What is not there is no hit, before the first gap neither.
+            assert backend.batch_exists(prompt) <= [*read, False].index(False)
+
+
+def test_while_mooncake_s_master_is_away_everything_is_a_miss_and_afterwards_it_stores_again(
+    mortal_plane, sglang
+):
+    plane, cluster = mortal_plane
+    host = mha_host()
+    fill(host)
+    with Attached(config(plane), kv=host) as backend:
+        before, after = keys(4), keys(4, tag="after")
+        assert all(backend.batch_set_v1(before, rows(0, 1, 2, 3)))
+        assert backend.flush()
+        cluster._master.stop()
+        assert backend.batch_get_v1(before, rows(4, 5, 6, 7)) == [False] * 4
+        assert backend.batch_exists(before) == 0
+        assert backend.batch_set_v1(after, rows(0, 1, 2, 3)) == [False] * 4
+        cluster.restart_master()
+        until(lambda: all(backend.batch_set_v1(after, rows(0, 1, 2, 3))), 60)
+        assert backend.flush()
+        assert backend.batch_exists(after) == 4
+        assert backend.batch_get_v1(after, rows(4, 5, 6, 7)) == [True] * 4
+        bytes_of = host.kv_buffer.view(torch.uint8)
+        assert torch.equal(bytes_of[:, : 4 * PAGE], bytes_of[:, 4 * PAGE :])
+        # The new master knows nothing of what was stored before.
+        assert backend.batch_get_v1(before, rows(0, 1, 2, 3)) == [False] * 4
