@@ -200,7 +200,7 @@ def test_one_pool_short_never_gives_wrong_bytes(plane, model, pool, pages):
         last.assert_at_rest(holds=True)
 
 
-def test_a_flipped_byte_in_the_file_store_is_a_miss(file_plane):
+def test_a_flipped_byte_in_the_file_store_is_a_miss_smoke(file_plane):
     extra, tokens, _ = written(file_plane)
     with engine(extra) as one:
         stored = Stored(one, tokens)
@@ -216,7 +216,7 @@ def test_a_flipped_byte_in_the_file_store_is_a_miss(file_plane):
         assert stored.lookup().hit_pages == 1
 
 
-def test_a_flipped_byte_in_a_store_without_checksums_shows_in_the_device_bytes(mooncake_plane):
+def test_a_flipped_byte_in_a_store_without_checksums_shows_in_the_device_bytes_smoke(mooncake_plane):
     """The negative control of all round trips: they can tell one byte."""
     extra, tokens, made = written(mooncake_plane)
     with engine(extra) as one:

@@ -52,7 +52,7 @@ def served(writer: EngineSettings, reader: EngineSettings) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_an_engine_of_another_shape_never_serves_this_one(plane, other):
+def test_an_engine_of_another_shape_never_serves_this_one_smoke(plane, other):
     extra = plane.extra(model=f"{MODEL}-{plane.kind}-{other}".replace(" ", "-"))
     first = EngineSettings(extra=extra)
     second = EngineSettings(extra={**extra, "engine_id": "other"}, config=OTHERS[other])
@@ -67,7 +67,7 @@ def test_other_layouts_of_one_shape_do_not_meet(plane):
     assert served(first, second) == (0, False)
 
 
-def test_sglang_s_own_mooncake_backend_serves_the_wrong_bytes(mooncake_plane):
+def test_sglang_s_own_mooncake_backend_serves_the_wrong_bytes_smoke(mooncake_plane):
     """The control: with it, an engine of another shape is given as many tokens as were written."""
     extra = mooncake_extra(mooncake_plane)
     first = EngineSettings(backend="mooncake", extra={**extra, "extra_backend_tag": "control"})

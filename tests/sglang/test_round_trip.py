@@ -46,10 +46,10 @@ def test_bytes_come_back_layer_by_layer(plane, model, io):
 
 @pytest.mark.parametrize("model", ["full", "mla", "swa", "deepseek-v4"])
 @pytest.mark.parametrize("io", PAGE_FIRST)
-def test_bytes_come_back_where_the_host_is_only_a_buffer(plane, model, io):
+def test_bytes_come_back_where_the_host_is_only_a_buffer_smoke(plane, model, io):
     assert round_trip(plane, model=model, io=io, mode="buffer_only") == (False, True)
 
 
 @pytest.mark.parametrize("model", ["full", "swa", "mamba"])
-def test_bytes_come_back_with_the_tree_core_in_rust(file_plane, model):
+def test_bytes_come_back_with_the_tree_core_in_rust_smoke(file_plane, model):
     assert round_trip(file_plane, model=model, core="rust") == (False, True)
