@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,7 +203,12 @@ class Report:
     def write_json(self, path: str) -> None:
         """Write all numbers to a file, or to standard output for `-`."""
         text = json.dumps(self.to_json(), indent=2) + "\n"
-        Path("/dev/stdout" if path == "-" else path).write_text(text, encoding="utf-8")
+        if path == "-":
+            # Not /dev/stdout: in a container that is another user's, and cannot be opened again.
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            Path(path).write_text(text, encoding="utf-8")
 
     def _time(self, call: str, seconds: float) -> None:
         self.latencies.setdefault(call, Latencies()).seconds.append(seconds)

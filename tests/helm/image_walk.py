@@ -85,6 +85,7 @@ def script_in(
     lines += [f'touch "$root/dev/{d}"; mount --bind /dev/{d} "$root/dev/{d}"' for d in _DEVICES]
     lines += ['mkdir "$root/dev/shm"', 'mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"']
     lines += ['ln -s /proc/self/fd "$root/dev/fd"']
+    lines += [f'ln -s /proc/self/fd/{n} "$root/dev/std{w}"' for n, w in enumerate(("in", "out", "err"))]
     for kind, source, place in mounts:
         at = f'"$root{place}"'
         if kind == "tmpfs":

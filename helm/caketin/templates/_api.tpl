@@ -9,7 +9,7 @@ tls_key = "/etc/caketin/tls/tls.key"
 {{- end }}
 {{- range $name, $value := .Values.api.config }}
 {{- if kindIs "float64" $value }}
-{{- /* Helm reads every number as a float; 8388608 must not become 8.388608e+06. */}}
+{{- /* Helm reads every number as a float; people are to read 8388608, not 8.388608e+06. */}}
 {{ $name }} = {{ if eq (floor $value) $value }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
 {{- else }}
 {{ $name }} = {{ toJson $value }}
