@@ -17,6 +17,7 @@ import caketin
 _COMMANDS: Final = {
     "up": ("caketin.commands.up", "up"),
     "serve": ("caketin.commands.serve", "serve"),
+    "agent": ("caketin.commands.agent", "agent"),
     "replay": ("caketin.commands.replay", "replay_command"),
     "doctor": ("caketin.commands.doctor", "doctor"),
     "ls": ("caketin.commands.ls", "ls"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ModelIdentity
@@ -26,6 +26,9 @@ from metadata.pools import RankPool
 log = logging.getLogger(__name__)
 
 _NO_LIMIT: Final = ADDRESS_LIMIT
+
+Opener: TypeAlias = Callable[[MooncakeAccess | FileAccess, StoreOverrides, str], ObjectStore]
+"""Opens the store that a registration names, on this host, for the rank of that name."""
 
 
 class IdentityMismatch(CaketinError):
@@ -64,7 +67,11 @@ class RankAttachment:
     """
 
     def __init__(
-        self, client: ControlClient, model: ModelIdentity, overrides: StoreOverrides = AS_TOLD
+        self,
+        client: ControlClient,
+        model: ModelIdentity,
+        overrides: StoreOverrides = AS_TOLD,
+        opener: Opener | None = None,
     ) -> None:
         """Take the parts; nothing is called yet.
 
@@ -72,10 +79,12 @@ class RankAttachment:
             client: the rank's client.
             model: what its page hashes mean.
             overrides: how this host reaches the store, where that differs from what a registration says.
+            opener: opens the store, which the attachment closes; None: `open_store`.
         """
         self._client = client
         self._model = model
         self._overrides = overrides
+        self._opener = opener
         self._store: ObjectStore | None = None
         self._access: MooncakeAccess | FileAccess | None = None
         self._regions: dict[int, int] = {}
@@ -128,7 +137,8 @@ class RankAttachment:
             log.warning("the control plane names another store now: the old one is closed")
             self._close_store()
         if self._store is None:
-            store = open_store(access, self._overrides, self._client.me.rank)
+            opener = self._opener or open_store
+            store = opener(access, self._overrides, self._client.me.rank)
             self._store, self._access = store, access
         return self._store
 

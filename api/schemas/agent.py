@@ -60,10 +60,11 @@ class SessionResult(Body):
 
 
 class MatchRequest(Body):
-    """`POST /v1/sessions/{id}/match`."""
+    """`POST /v1/sessions/{id}/match`; `parent_hash`: the page before, null at the start of a sequence."""
 
     page_hashes: HashList
     lock: bool = True
+    parent_hash: PageHash | None = None
 
 
 class MatchResult(Body):
@@ -84,11 +85,15 @@ class SlotsRequest(Body):
 
 
 class SlotsResult(Body):
-    """Slots to fill; the pages in `resident` are there already."""
+    """Slots to fill; the pages in `resident` are there already in every pool that was asked for.
+
+    `resident_by_pool` says it pool by pool. What is resident must not be written.
+    """
 
     token: str
     slots: dict[str, list[Count]]
     resident: Runs
+    resident_by_pool: dict[str, Runs]
 
 
 class SlotCount(Body):
@@ -120,7 +125,10 @@ class PublishResult(Body):
 
 
 class TransferRequest(Body):
-    """`POST /v1/sessions/{id}/transfers`; `pools` as in a lookup."""
+    """`POST /v1/sessions/{id}/transfers`; `pools` as in a lookup.
+
+    `parent_hash`: the page before the first one, needed by a prefetch with a `first_page`.
+    """
 
     kind: Literal["backup", "prefetch"]
     page_hashes: HashList
@@ -129,6 +137,7 @@ class TransferRequest(Body):
     policy: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
     deadline_ms: Annotated[int, Field(ge=1, le=3_600_000)] | None = None
     lock: bool = True
+    parent_hash: PageHash | None = None
 
 
 class TransferAccepted(Body):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 from typing import Annotated, Final
 
 import typer
 
+from caketin.byte_size import byte_size
 from caketin.commands.console import clear_errors
 from caketin.rdma_options import GidIndex, Mtu, Protocol, RdmaDevices, ServiceLevel, TrafficClass
 from dataplane.mooncake_native import MooncakeSettings
 from dataplane.mooncake_node import become_master
 from dataplane.storage_node import StorageNode
-from metadata.errors import FieldError, InvalidInput
 
-_SIZE: Final = re.compile(r"([0-9]+)(Ki|Mi|Gi|Ti)?")
-_UNITS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _LEAST_BYTES: Final = 1 << 24
 
 
@@ -58,7 +55,7 @@ def storage_node(
             service_level=service_level,
             mtu=mtu,
         )
-        size = _bytes(segment)
+        size = byte_size(segment, "--segment", _LEAST_BYTES)
         health = (health_host, health_port) if health_port else None
         node = StorageNode(store, size, prefault=prefault, wait_seconds=wait_seconds, health=health)
         node.run(told_to_end, lambda name: typer.echo(f"storage node {name} lends {size} bytes", err=True))
@@ -68,12 +65,3 @@ def mooncake_master(context: typer.Context) -> None:
     """Become `mooncake_master` of Mooncake's wheel; all flags are its own."""
     with clear_errors():
         become_master(context.args)
-
-
-def _bytes(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    size = int(match[1]) * _UNITS[match[2]] if match else 0
-    if size < _LEAST_BYTES:
-        detail = f"must be a size such as 64Gi, of 16Mi or more, not {text!r}"
-        raise InvalidInput("no such segment", [FieldError("--segment", "invalid", detail)])
-    return size

@@ -66,7 +66,11 @@ class Joined:
 
 
 class EngineLink:
-    """The attachment of one rank. Safe to use from several threads."""
+    """The attachment of one rank. Safe to use from several threads.
+
+    Attributes:
+        failure: what the last registration or heartbeat failed with; None where it did not.
+    """
 
     def __init__(self, client: ControlClient, attachment: RankAttachment) -> None:
         """Take the parts; `start` begins.
@@ -87,6 +91,7 @@ class EngineLink:
         self._join_at = 0.0
         self._pause = _FIRST_PAUSE
         self._complaint = ""
+        self.failure: CaketinError | None = None
         self._chores: list[Callable[[Joined], None]] = []
         self._wake = threading.Event()
         self._ended = threading.Event()
@@ -256,6 +261,7 @@ class EngineLink:
             self._alive(now)
 
     def _alive(self, now: float) -> None:
+        self.failure = None
         with self._lock:
             self._beat_at = now + self._beat_every
             self._pause = _FIRST_PAUSE
@@ -266,6 +272,7 @@ class EngineLink:
 
     def _failed(self, error: CaketinError | None, now: float) -> None:
         """Note when to try again; say each new reason once."""
+        self.failure = error or self.failure
         pause = self._pause * random.uniform(0.7, 1.3)  # noqa: S311  spreads the ranks, protects nothing
         with self._lock:
             self._circuit.end_probe(good=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from dataplane.messages.control import (
     Count,
@@ -66,10 +66,11 @@ class SessionResult(Message, frozen=True, kw_only=True):
 
 
 class MatchRequest(Request, frozen=True, kw_only=True):
-    """`POST /v1/sessions/{id}/match`."""
+    """`POST /v1/sessions/{id}/match`; `parent_hash`: the page before, None at the start of a sequence."""
 
     page_hashes: PageHashes
     lock: bool = True
+    parent_hash: PageHash | UnsetType | None = UNSET
 
 
 class MatchResult(Message, frozen=True, kw_only=True):
@@ -90,11 +91,16 @@ class SlotsRequest(Request, frozen=True, kw_only=True):
 
 
 class SlotsResult(Message, frozen=True, kw_only=True):
-    """Slots to fill; the pages in `resident` are there already."""
+    """Slots to fill; the pages in `resident` are there already in every pool that was asked for.
+
+    `resident_by_pool` says it pool by pool: a page may have lost its window and kept the rest. What is
+    resident must not be written.
+    """
 
     token: str
     slots: dict[str, list[Count]]
     resident: Runs
+    resident_by_pool: dict[str, Runs]
 
 
 class PublishRequest(Request, frozen=True, kw_only=True):
@@ -112,7 +118,10 @@ class PublishResult(Message, frozen=True, kw_only=True):
 
 
 class TransferRequest(Request, frozen=True, kw_only=True):
-    """`POST /v1/sessions/{id}/transfers`; `pools` as in a lookup."""
+    """`POST /v1/sessions/{id}/transfers`; `pools` as in a lookup.
+
+    `parent_hash`: the page before the first one, needed by a prefetch with a `first_page`.
+    """
 
     kind: Literal["backup", "prefetch"]
     page_hashes: PageHashes
@@ -121,6 +130,7 @@ class TransferRequest(Request, frozen=True, kw_only=True):
     policy: Literal["wait_complete", "best_effort", "timeout"] = "wait_complete"
     deadline_ms: Annotated[int, Meta(ge=1, le=3_600_000)] | None = None
     lock: bool = True
+    parent_hash: PageHash | UnsetType | None = UNSET
 
 
 class TransferAccepted(Message, frozen=True, kw_only=True):
