@@ -10,9 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,12 +29,15 @@ from caketin.commands.console import (
     running,
     say_what_runs,
 )
+from caketin.rdma_options import GidIndex, Mtu, RdmaDevices, ServiceLevel, TrafficClass, rdma_settings
 from caketin.replay.driver import ReplaySettings, replay
 from caketin.replay.pool_sets import MAX_TP, POOL_SETS, rank_pools
 from caketin.replay.rank import Sidecars
 from caketin.replay.report import Report
 from caketin.replay.trace import TRACE_PAGE_TOKENS, Load, generate, read_trace
 from caketin.stack import Stack, StackSettings, cache_folder
+from dataplane.rdma_settings import RdmaSettings
+from dataplane.store_access import StoreOverrides
 from metadata.errors import FieldError, InvalidInput
 
 _GENERATED_REQUESTS: Final = 400
@@ -70,6 +73,14 @@ def replay_command(
     token_file: TokenFileOption = None,
     store: StoreOption = "auto",
     store_bytes: StoreBytes = 4 << 30,
+    protocol: Annotated[
+        Literal["tcp", "rdma"] | None, typer.Option(help="none: as the control plane says, else tcp")
+    ] = None,
+    devices: RdmaDevices = "",
+    gid_index: GidIndex = None,
+    traffic_class: TrafficClass = None,
+    service_level: ServiceLevel = None,
+    mtu: Mtu = None,
 ) -> None:
     """Replay a load: look up, prefetch what is restorable, back up the rest, compare the bytes.
 
@@ -89,6 +100,10 @@ def replay_command(
         transfer_seconds=transfer_seconds,
     )
     with clear_errors(), ending_as_interrupt():
+        rdma = rdma_settings(
+            "rdma" if url else protocol or "tcp", devices, gid_index, traffic_class, service_level, mtu
+        )
+        settings = replace(settings, overrides=_overrides(protocol, rdma))
         rank_pools(pools, page_bytes, tp)  # refuses what cannot be, before anything is started
         _check_writable(json)
         load = read_trace(trace, limit) if trace else generate(limit or _GENERATED_REQUESTS, seed=seed)
@@ -97,7 +112,7 @@ def replay_command(
         else:
             with (
                 _folder() as folder,
-                running(Stack(StackSettings(folder, None, store, store_bytes))) as stack,
+                running(Stack(StackSettings(folder, None, store, store_bytes, rdma=rdma))) as stack,
             ):
                 say_what_runs(stack)
                 report = _replay(replace(settings, url=stack.url), load)
@@ -114,6 +129,12 @@ def replay_command(
         sys.stderr.flush()
         os._exit(code)
     raise typer.Exit(code)
+
+
+def _overrides(protocol: str | None, rdma: RdmaSettings | None) -> StoreOverrides:
+    """Return what the flags say of the store, of which the control plane may say something else."""
+    told = {} if rdma is None else {n: v for n, v in asdict(rdma).items() if v not in {None, ""}}
+    return StoreOverrides(protocol=protocol, **told)
 
 
 def _replay(settings: ReplaySettings, load: Load) -> Report:

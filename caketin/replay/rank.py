@@ -26,6 +26,7 @@ from dataplane.host_memory import HostMemory
 from dataplane.memory_limits import memory_left
 from dataplane.messages.control import LookupResult
 from dataplane.page_mover import NO_SLOT
+from dataplane.store_access import AS_TOLD, StoreOverrides
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
 from metadata.pools import RankPool, TrailingPages
@@ -61,6 +62,7 @@ class ReplaySettings:
         transfer_seconds: deadline of a transfer.
         give_up_seconds: how long no lookup may have an answer before the replay ends.
         token: access token, or None.
+        overrides: how this host reaches the store, where that differs from what the control plane says.
     """
 
     url: str
@@ -77,6 +79,7 @@ class ReplaySettings:
     transfer_seconds: float = 10.0
     give_up_seconds: float = 120.0
     token: str | None = field(default=None, repr=False)
+    overrides: StoreOverrides = AS_TOLD
 
 
 @dataclass(frozen=True)
@@ -280,7 +283,7 @@ def joined_rank(settings: ReplaySettings, tp_rank: int, longest: int) -> Iterato
     writes = frozenset(p.spec.name for p in own if p.spec.shard_count > 1 or tp_rank == 0)
     with (
         contextlib.closing(client),
-        attached(client, model, bound) as joined,
+        attached(client, model, bound, settings.overrides) as joined,
         Membership(client, model, own, joined.registration) as membership,
     ):
         yield Rank(
