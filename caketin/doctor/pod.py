@@ -14,7 +14,7 @@ from caketin.doctor.finding import Finding
 VALUES_OF: Final = {
     "RDMA devices": ("store.protocol", "rdma.resourceName", "rdma.hostNetwork"),
     "memlock limit": ("store.protocol", "rdma.resourceName"),
-    "huge pages": ("mooncake.storage.hugepages", "agent.hugepages"),
+    "huge pages": ("mooncake.storage.hugepages",),
     "memory": ("mooncake.storage.segmentSize", "mooncake.storage.memoryOverhead", "agent.memoryOverhead"),
     "shared folder": ("agent.sharedDir", "agent.hostMemory"),
     "/dev/shm": ("agent.sharedDir",),  # noqa: S108 - the name of a finding

@@ -50,7 +50,7 @@ PRODUCTION: dict[str, Any] = {
 RDMA: dict[str, Any] = {
     "store": {"protocol": "rdma"},
     "rdma": {"resourceName": "rdma/ib", "count": 2, "devices": "mlx5_0,mlx5_1", "gidIndex": 3, "mtu": 4096},
-    "agent": {"enabled": True, "hostMemory": "64Gi", "hugepages": "1Gi"},
+    "agent": {"enabled": True, "hostMemory": "64Gi", "allowedUids": [1000]},
     "mooncake": {"storage": {"segmentSize": "256Gi", "hugepages": "2Mi", "prefault": True}},
     "networkPolicy": {"nodeCIDRs": ["10.0.0.0/16"]},
 }

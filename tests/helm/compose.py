@@ -8,6 +8,7 @@ All of it hangs on processes of the test: whatever is killed, nothing stays.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -156,6 +157,8 @@ class Project:
             container.stop()
         for holder in self._holders.values():
             holder.kill()
+        for source in self.compose["volumes"]:
+            shutil.rmtree(_memory_volume(source), ignore_errors=True)
 
     def _network(self, names: Sequence[str]) -> None:
         for name in [*names, "bridge"]:
@@ -190,6 +193,10 @@ class Project:
         child = ChildProcess.start(name, [*enter, *in_namespace(script)], log, env)
         return Running(name, spec, child, env, user)
 
+    def _volume(self, source: str) -> Path:
+        options = self.compose["volumes"][source].get("driver_opts", {})
+        return _memory_volume(source) if options.get("type") == "tmpfs" else self.folder / "volumes" / source
+
     def _image(self, name: str) -> Image:
         repository, _, _ = name.rpartition(":")
         if repository.startswith("caketin/"):
@@ -213,7 +220,7 @@ class Project:
             if source.startswith("."):
                 folder = (REPO / source).resolve()
             else:
-                folder = self.folder / "volumes" / source
+                folder = self._volume(source)
                 if not folder.exists():
                     folder.mkdir(parents=True)
                     # Docker gives a new volume the owner of the image's folder.
@@ -225,6 +232,11 @@ class Project:
             file.write_text(self.compose["configs"][config["source"]]["content"])
             mounts.append(("ro", str(file), config["target"]))
         return mounts
+
+
+def _memory_volume(source: str) -> Path:
+    """A volume on a tmpfs, of this process alone."""
+    return Path("/dev/shm") / f"caketin-compose-{os.getpid()}-{source}"
 
 
 def _in_net(pid: int, command: str) -> None:

@@ -22,10 +22,12 @@ from tests.helm.test_settings import flags_of
 
 pytestmark = [pytest.mark.helm, pytest.mark.timeout(900)]
 
-ALL_PROFILES = ("agent", "rdma", "observability", "replay")
+ALL_PROFILES = ("rdma", "observability", "replay")
 ONCE = {"tokens", "replay"}
 """Services that do their work and end."""
-DEFAULT = {"tokens", "redis", "mooncake-master", "storage-1", "storage-2", "api-1", "api-2", "proxy"}
+DEFAULT = {
+    *("tokens", "redis", "mooncake-master", "storage-1", "storage-2", "api-1", "api-2", "proxy", "agent")
+}
 
 
 def test_the_file_follows_the_compose_specification_smoke() -> None:
@@ -44,7 +46,7 @@ def test_profiles_start_what_they_say_smoke() -> None:
     assert set(services_of(compose)) == DEFAULT
     assert set(services_of(compose, ["observability"])) == DEFAULT | {"prometheus", "grafana"}
     assert set(services_of(compose, ["rdma"])) == DEFAULT | {"storage-rdma"}
-    assert set(services_of(compose, ["agent"])) == DEFAULT | {"agent"}
+    assert set(services_of(compose, ["replay"])) == DEFAULT | {"replay"}
 
 
 def test_every_service_is_hardened_pinned_checked_and_reachable_from_this_machine_only_smoke() -> None:
@@ -87,8 +89,7 @@ def test_chart_and_compose_tell_the_agent_the_same_smoke() -> None:
     chart = render({"agent": {"enabled": True}}).containers()["DaemonSet/caketin-agent/agent"]["args"]
     compose = read_compose()["services"]["agent"]["command"]
     assert [a.partition("=")[0] for a in chart] == [a.partition("=")[0] for a in compose]
-    if "agent" in _COMMANDS:
-        assert {a.partition("=")[0] for a in chart[1:]} <= flags_of("agent")
+    assert {a.partition("=")[0] for a in chart[1:]} <= flags_of("agent")
 
 
 def test_alerts_and_dashboards_have_one_source_smoke() -> None:
@@ -109,7 +110,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         if shutil.which(program) is None:
             pytest.skip(f"not installed: {program}")
     folder = tmp_path_factory.mktemp("compose")
-    compose = read_compose({"CAKETIN_SEGMENT": "128Mi"})
+    compose = read_compose({"CAKETIN_SEGMENT": "128Mi", "CAKETIN_AGENT_MEMORY": "64Mi"})
     started = Project(ImageWalk(), folder, compose)
     try:
         # Grafana is no program of this machine.
@@ -179,7 +180,7 @@ def test_prometheus_scrapes_every_control_plane_and_the_master_and_has_the_alert
 
     def all_up() -> bool:
         targets = curl(project, f"{at}/targets")["data"]["activeTargets"]
-        return sorted(t["health"] for t in targets) == ["up", "up", "up"]
+        return sorted(t["health"] for t in targets) == ["up", "up", "up", "up"]
 
     wait_until(all_up, 30, "a target is not scraped")
     rules = curl(project, f"{at}/rules")["data"]["groups"]
@@ -187,6 +188,20 @@ def test_prometheus_scrapes_every_control_plane_and_the_master_and_has_the_alert
         yaml.safe_load((CHART / "files/alerts.yaml").read_text())["groups"][0]["rules"]
     )
     assert all(r["health"] != "err" for r in rules[0]["rules"])
+
+
+def test_the_agent_is_ready_on_its_socket_and_ends_in_order(project: Project) -> None:
+    agent = project.running["agent"]
+    ask = ["curl", "-sS", "-m", "5", "--unix-socket", "/run/caketin/agent.sock"]
+    assert json.loads(agent.run([*ask, "http://agent/readyz"]).stdout)["ready"] is True
+    assert "caketin_agent_ready 1.0" in agent.run([*ask, "http://agent/metrics"]).stdout
+    # Over TCP it says how it is, and opens no session.
+    at = f"http://{project.address('agent')}:7412"
+    assert curl(project, f"{at}/readyz")["ready"] is True
+    done = project.run_client(["curl", "-sS", "-X", "POST", "-d", "{}", f"{at}/v1/sessions"])
+    assert json.loads(done.stdout)["status"] in {403, 404}
+    assert agent.stop() == 0, agent.child.tail()
+    project.start("agent").wait_healthy()
 
 
 def test_control_planes_are_replaced_one_by_one_and_no_call_is_lost(project: Project) -> None:

@@ -156,6 +156,7 @@ def test_the_programs_take_the_flags_that_they_are_given(case: str) -> None:
         assert given <= flags_of(arguments[0]), where
         checked.add(arguments[0])
     assert {"serve", "storage-node", "doctor", "replay"} <= checked
+    assert ("agent" in checked) == (case in {"rdma", "tls"})
 
 
 def test_the_master_takes_the_flags_that_it_is_given() -> None:
@@ -176,7 +177,10 @@ def test_rdma_asks_for_the_clusters_devices_and_for_memory_that_fits() -> None:
     assert f"--segment={256 << 30}" in storage["args"]
     agent = rendered.containers()["DaemonSet/caketin-agent/agent"]
     assert agent["resources"]["limits"]["rdma/ib"] == "2"
-    assert int(agent["resources"]["limits"]["hugepages-1Gi"]) == 64 << 30
+    # Memory of a tmpfs counts for the pod that touches it first.
+    assert int(agent["resources"]["limits"]["memory"]) == 65 << 30
+    assert f"--memory={64 << 30}" in agent["args"]
+    assert "--allow-uid=1000" in agent["args"]
     for container in (storage, agent):
         given = {e["name"]: e.get("value") for e in container["env"] if e["name"].startswith("MC_")}
         assert (given["MC_GID_INDEX"], given["MC_MTU"]) == ("3", "4096")

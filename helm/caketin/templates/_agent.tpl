@@ -6,6 +6,10 @@
 - --memory={{ include "caketin.bytes" .Values.agent.hostMemory }}
 - --url={{ include "caketin.apiUrl" . }}
 - --token-file=/etc/caketin/token/token
+- --drain-seconds={{ .Values.agent.drainSeconds }}
+{{- range .Values.agent.allowedUids }}
+- --allow-uid={{ . }}
+{{- end }}
 {{- if .Values.agent.metrics.enabled }}
 - --host=0.0.0.0
 - --port={{ .Values.agent.metrics.port }}
