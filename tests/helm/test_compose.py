@@ -193,11 +193,11 @@ def test_prometheus_scrapes_every_control_plane_and_the_master_and_has_the_alert
 def test_the_agent_is_ready_on_its_socket_and_ends_in_order(project: Project) -> None:
     agent = project.running["agent"]
     ask = ["curl", "-sS", "-m", "5", "--unix-socket", "/run/caketin/agent.sock"]
-    assert json.loads(agent.run([*ask, "http://agent/readyz"]).stdout)["ready"] is True
+    assert json.loads(agent.run([*ask, "http://agent/readyz"]).stdout)["status"] == "ready"
     assert "caketin_agent_ready 1.0" in agent.run([*ask, "http://agent/metrics"]).stdout
     # Over TCP it says how it is, and opens no session.
     at = f"http://{project.address('agent')}:7412"
-    assert curl(project, f"{at}/readyz")["ready"] is True
+    assert curl(project, f"{at}/readyz")["status"] == "ready"
     done = project.run_client(["curl", "-sS", "-X", "POST", "-d", "{}", f"{at}/v1/sessions"])
     assert json.loads(done.stdout)["status"] in {403, 404}
     assert agent.stop() == 0, agent.child.tail()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 import subprocess
+import tempfile
 import urllib.request
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,9 @@ import pytest
 import yaml
 
 from api.metrics import Metrics
+from dataplane.agent import Agent
+from dataplane.agent_metrics import AgentCollector
+from dataplane.agent_settings import AgentSettings
 from dataplane.mooncake_node import MooncakeCluster
 from tests.helm.chart import CASES, CHART, render
 
@@ -67,7 +72,27 @@ def series() -> dict[str, set[str]]:
         for line in answer.read().decode().splitlines():
             if line and not line.startswith("#"):
                 found[re.split(r"[ {]", line, maxsplit=1)[0]] = set(re.findall(r"(\w+)=\"", line))
-    return found
+    return found | given_by_an_agent()
+
+
+def given_by_an_agent() -> dict[str, set[str]]:
+    """Every series of an agent that nobody uses yet -> its labels."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        place = Path(folder)
+        settings = AgentSettings("http://127.0.0.1:1", socket=place / "a.sock", shared_dir=place / "pools")
+
+        async def collected() -> dict[str, set[str]]:
+            agent = Agent(settings)
+            await agent.start()
+            try:
+                return {
+                    f.name + ("_total" if f.type == "counter" else ""): set(f._labelnames)
+                    for f in AgentCollector(agent).collect()
+                }
+            finally:
+                await agent.stop()
+
+        return asyncio.run(collected())
 
 
 def test_every_metric_and_every_label_of_dashboards_and_alerts_exists_smoke(
@@ -88,8 +113,9 @@ def test_every_metric_and_every_label_of_dashboards_and_alerts_exists_smoke(
 
 def test_every_value_that_a_selector_asks_for_is_one_that_the_program_counts() -> None:
     counted = (CHART.parent.parent / "api" / "metrics.py").read_text()
+    counted += (CHART.parent.parent / "dataplane" / "agent_metrics.py").read_text()
     for where, text in expressions():
-        for value in re.findall(r"(?:outcome|result|purpose)=\"(\w+)\"", text):
+        for value in re.findall(r"(?:outcome|state|result|purpose)=\"(\w+)\"", text):
             assert f'"{value}"' in counted, f"{where}: {value}"
 
 
