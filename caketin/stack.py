@@ -24,7 +24,7 @@ from metadata.errors import CaketinError
 StoreChoice: TypeAlias = Literal["auto", "file", "mooncake"]
 
 _HOST: Final = "127.0.0.1"
-_READY_SECONDS: Final = 30.0
+_READY_SECONDS: Final = 120.0  # slow machines; a part that ends is noticed at once
 
 
 class InUse(CaketinError):
@@ -202,7 +202,12 @@ class Stack:
         if self.store == "file":
             return {"CAKETIN_STORE_KIND": "file", "CAKETIN_STORE_PATH": str((folder / "pages").resolve())}
         rdma = self.settings.rdma
-        self.mooncake = MooncakeCluster(self.settings.store_bytes, log_folder=folder / "mooncake", rdma=rdma)
+        self.mooncake = MooncakeCluster(
+            self.settings.store_bytes,
+            log_folder=folder / "mooncake",
+            ready_seconds=_READY_SECONDS,
+            rdma=rdma,
+        )
         self.mooncake.start()
         told = {"KIND": "mooncake", "MASTER": self.mooncake.master}
         told |= {} if rdma is None else {"PROTOCOL": "rdma", "DEVICES": rdma.devices}

@@ -33,12 +33,14 @@ _GID_USED: Final = re.compile(r"GID_Index (\d+)")
 _TROUBLE: Final = re.compile(r"^[EW]\d{4} ")
 _WHY: Final = {
     "initialize": "Mooncake could not open the device",
+    "tcp": "Mooncake did not open the device and would go over TCP",
     "register": "memory could not be registered",
     "transfer": "the queue pairs were not connected, or the transfer failed",
     "bytes": "bytes arrived wrong",
 }
 _REMEDY: Final = {
     "initialize": "see gid_index and devices; /dev/infiniband must be there and open to this user",
+    "tcp": "its provider (Debian: ibverbs-providers) and /dev/infiniband must be there, for this user",
     "register": "see memlock: `ulimit -l unlimited`",
     "transfer": "try another gid_index (RoCE: one of kind RoCE v2 with the address of this network), and a "
     "smaller mtu; the port must have an address",

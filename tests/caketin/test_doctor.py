@@ -15,10 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from caketin.doctor.rdma import RdmaCheck
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane.child_process import free_port
 from dataplane.mooncake_node import MooncakeCluster
 from dataplane.mooncake_store import MooncakeStore
+from dataplane.rdma_settings import RdmaSettings
 from tests.servers import Stack, stack
 
 __all__ = ["stack"]
@@ -104,6 +106,42 @@ def test_a_machine_that_has_what_it_needs(tmp_path: Path):
     assert str(REPO) in seen
     assert found["huge pages"][0] == "ok"
     assert found["memory"][0] == "ok"
+
+
+def test_rdma_settings_that_cannot_be_are_refused_and_a_wrong_device_is_named():
+    refused = subprocess.run(
+        [sys.executable, "-m", "caketin", "doctor", "--rdma", "--mtu", "1500"],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        check=False,
+    )
+    assert refused.returncode == 2
+    assert "mtu is 1500" in refused.stderr
+    found = doctor("--rdma", "--devices", "mlx5_99")
+    assert found.code == 1
+    state, seen, advice = found["RDMA setting devices"]
+    assert state == "bad"
+    assert "mlx5_99 is not here" in seen
+    assert "--devices" in advice
+
+
+def test_rdma_of_a_rank_that_no_entry_names_is_told():
+    state, seen, _ = doctor("--rdma", "--devices", "tp0=mlx5_0", "--rank", "tp1")["RDMA setting devices"]
+    assert state == "bad"
+    assert "names no device for rank 'tp1'" in seen
+
+
+def test_a_device_that_cannot_be_opened_says_what_to_install(rdma: Path):
+    """What sysfs shows may still not open: no provider, no /dev/infiniband."""
+    (rdma / "sys/class/infiniband/mlx5_0/ports/1/gids").mkdir()
+    (rdma / "sys/class/infiniband/mlx5_0/ports/1/gids/0").write_text("fe80::1\n")
+    found = {f.what: f for f in RdmaCheck(RdmaSettings(), sysfs=rdma / "sys").findings()}
+    assert found["RDMA device mlx5_0"].state == "bad"
+    assert "ibverbs-providers" in found["RDMA device mlx5_0"].advice
+    assert "0 = fe80::1" in found["RDMA device mlx5_0"].found
+    moved = found["RDMA loopback mlx5_0"]
+    assert (moved.state, "would go over TCP" in moved.found) == ("bad", True)
 
 
 def test_the_table_says_the_same_and_what_was_not_asked_for(tmp_path: Path):

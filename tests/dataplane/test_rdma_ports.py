@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.rdma_loopback import packets
+from dataplane.rdma_loopback import opened_verbs, packets
 from dataplane.rdma_ports import device_limits, device_names, numa_node_of_process, rdma_port
 
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -98,3 +98,10 @@ def test_packets_are_read_where_the_driver_counts_them(tmp_path: Path):
     (folder / "ports/1/hw_counters").mkdir()
     (folder / "ports/1/hw_counters/sent_pkts").write_text("3\n")
     assert packets("mlx5_0", tmp_path) == 3
+
+
+def test_a_process_uses_verbs_when_it_has_a_device_open(tmp_path: Path):
+    (tmp_path / "3").symlink_to("/dev/null")
+    assert not opened_verbs(tmp_path)
+    (tmp_path / "4").symlink_to("/dev/infiniband/uverbs0")
+    assert opened_verbs(tmp_path)

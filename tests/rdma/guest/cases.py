@@ -12,9 +12,11 @@ import hashlib
 import io
 import json
 import os
+import re
 import resource
 import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -46,7 +48,9 @@ Given = dict[str, Any]
 Facts = dict[str, Any]
 CASES: dict[str, Callable[[Given], Facts]] = {}
 LONG: set[str] = set()
-"""Cases that mostly wait: they run beside the others, on the second device."""
+"""Cases that run beside the others."""
+EARLY = {"killed_node"}
+"""The long case that mostly waits, on the second device: it may start at any time."""
 NS = "0123456789abcdef"
 UNTOUCHED = 0xEE
 
@@ -62,6 +66,11 @@ def case(function: Callable[[Given], Facts]) -> Callable[[Given], Facts]:
 def long_case(function: Callable[[Given], Facts]) -> Callable[[Given], Facts]:
     LONG.add(function.__name__)
     return case(function)
+
+
+def order(name: str) -> tuple[bool, ...]:
+    """What waits long first; then the control that wants silent devices; the second machine comes up last."""
+    return name not in EARLY, name != "tcp_control", name != "docs_followed", name == "wire"
 
 
 def settings(given: Given, **more: Any) -> MooncakeSettings:
@@ -328,6 +337,36 @@ def tcp_control(given: Given) -> Facts:
     opened = MooncakeStore(settings({"master": master, "master_http": http}, protocol="tcp", devices=""))
     opened.register(bench.memory.address, bench.memory.length)
     return bench.round_trip(opened)
+
+
+@long_case
+def docs_followed(_given: Given) -> Facts:
+    """Every command of the page, line by line, as its reader would type it."""
+    text = (run.REPO / "docs" / "rdma.md").read_text()
+    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "COLUMNS": "200",
+    }
+    followed = []
+    for line in lines:
+        before, began = rxe.sent_packets(), time.monotonic()
+        done = subprocess.run(
+            ["bash", "-c", line], capture_output=True, text=True, check=False, env=environment, cwd="/tmp"
+        )
+        followed.append(
+            {
+                "line": line,
+                "code": done.returncode,
+                "output": (done.stdout + done.stderr)[-6000:],
+                "packets": rxe.sent_packets() - before,
+                "seconds": round(time.monotonic() - began, 1),
+            }
+        )
+        print(json.dumps(followed[-1]), flush=True)
+    return {"followed": followed}
 
 
 @case
