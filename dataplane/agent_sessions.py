@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dataplane.agent_errors import RateLimited
@@ -30,6 +30,8 @@ from dataplane.messages.agent import MappedPool, SessionRequest
 from dataplane.page_mover import PageMover
 from metadata.errors import CaketinError, InvalidInput, PoolChanged, StaleIncarnation
 from metadata.namespace import Namespace, fingerprint
+from metadata.pool_json import spec_differences
+from metadata.pools import RankPool
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,15 @@ class Session:
         return self._mover[1]
 
 
+@dataclass
+class _Life:
+    """One process life of a rank: its pools stay as they are, and what came before it is over (I1, T5)."""
+
+    incarnation: str
+    gone: dict[str, None]
+    pools: dict[str, RankPool] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Opened:
     """A session and the files that it maps."""
@@ -124,7 +135,7 @@ class Sessions:
         self._stores = stores
         self._unlink = unlink
         self._open: dict[str, Session] = {}
-        self._replaced: dict[tuple[str, str], dict[str, None]] = {}
+        self._lives: dict[tuple[str, str], _Life] = {}
         self._opening = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self.on_end: Callable[[Session], None] = lambda _session: None
@@ -147,10 +158,11 @@ class Sessions:
         plan = plan_of(request.pools)
         me, model = _identity(request)
         async with self._opening:
-            self._check_fresh(me)
+            life = self._life(me)
+            _check_unchanged(life, plan)
             if len(self._open) >= self._settings.max_sessions:
                 raise RateLimited(f"the agent has {len(self._open)} sessions, as many as it takes")
-            await self._replace(me)
+            self._replace(me)
             tier = await self._tier(request, plan)
             session = self._begin(me, model, tier, plan, connection)
             try:
@@ -158,6 +170,7 @@ class Sessions:
             except BaseException:
                 self.end(session, "its files could not be named")
                 raise
+            life.pools |= {p.spec.name: p for p in plan.pools}
         session.link.set_pools(tier.memory.bound, plan.pools)
         await in_thread(lambda: session.link.start(self._settings.join_seconds), "join")
         self._check_joined(session)
@@ -206,6 +219,7 @@ class Sessions:
             ):
                 self.end(session, "its connections are closed")
             elif _refused(session) == "stale_incarnation":
+                self._life(session.me).gone[session.me.incarnation] = None
                 self.end(session, "a newer process of its rank has registered")
 
     def end(self, session: Session, why: str) -> None:
@@ -252,7 +266,9 @@ class Sessions:
         control = ControlSettings(
             self._settings.url, call_seconds=self._settings.call_seconds, token=self._settings.token
         )
-        client = ControlClient(control, me)
+        # A registration is a session's: the control plane takes no incarnation again that has left, and an
+        # engine goes on when its session, or the agent, ended.
+        client = ControlClient(control, replace(me, incarnation=secrets.token_hex(16)))
         attachment = RankAttachment(client, model, self._settings.store, self._stores.open)
         session = Session(f"s-{secrets.token_hex(8)}", me, tier, EngineLink(client, attachment))
         link, queue = session.link, session.unclaimed
@@ -269,27 +285,31 @@ class Sessions:
             return found
         return await in_thread(lambda: self._tiers.make(key, plan), "memory")
 
-    def _check_fresh(self, me: RankIdentity) -> None:
-        if me.incarnation in self._replaced.get((me.engine_id, me.rank), ()):
+    def _life(self, me: RankIdentity) -> _Life:
+        """Return the life of a rank's process, which is its newest.
+
+        Raises:
+            StaleIncarnation: an older process speaks.
+        """
+        known = self._lives.get((me.engine_id, me.rank))
+        if known is None or known.incarnation != me.incarnation:
+            gone = {} if known is None else {**known.gone, known.incarnation: None}
+            known = _Life(me.incarnation, gone)
+        if me.incarnation in known.gone:
             raise StaleIncarnation(
                 f"a newer process of rank {me.rank} of engine {me.engine_id} has a session; this one must "
                 "stop"
             )
+        while len(known.gone) > _REMEMBERED:
+            del known.gone[next(iter(known.gone))]
+        self._lives[me.engine_id, me.rank] = known
+        return known
 
-    async def _replace(self, me: RankIdentity) -> None:
+    def _replace(self, me: RankIdentity) -> None:
         """End the session that the same rank has: an engine that starts again takes the place of itself."""
         for session in list(self._open.values()):
-            if (session.me.engine_id, session.me.rank) != (me.engine_id, me.rank):
-                continue
-            self.end(session, "its rank has opened another one")
-            if session.me.incarnation != me.incarnation:
-                gone = self._replaced.setdefault((me.engine_id, me.rank), {})
-                gone[session.me.incarnation] = None
-                while len(gone) > _REMEMBERED:
-                    del gone[next(iter(gone))]
-            elif self._closing:
-                # The same name is about to be registered: its removal must not come after that.
-                await asyncio.wait(self._closing, timeout=self._settings.join_seconds)
+            if (session.me.engine_id, session.me.rank) == (me.engine_id, me.rank):
+                self.end(session, "its rank has opened another one")
 
     def _check_joined(self, session: Session) -> None:
         failure = session.link.failure
@@ -297,6 +317,17 @@ class Sessions:
             return
         self.end(session, f"the control plane refuses it: {failure.refusal}")
         raise _REFUSALS[failure.refusal](failure.detail, failure.errors)
+
+
+def _check_unchanged(life: _Life, plan: PoolPlan) -> None:
+    errors = [
+        fault.under(f"pools[{i}]")
+        for i, pool in enumerate(plan.pools)
+        if pool.spec.name in life.pools
+        for fault in spec_differences(life.pools[pool.spec.name], pool)
+    ]
+    if errors:
+        raise PoolChanged("a process keeps its pools as they are; one that changed them is a new one", errors)
 
 
 def _refused(session: Session) -> str | None:

@@ -1,7 +1,8 @@
 """The stores of an agent: opened once for all sessions, memory registered once, and every call watched.
 
-A session's mover sees a `StoreView`. It notes, for the thread that calls, whether a call left memory in doubt:
-after a transfer that failed a device may write for a moment more, so the slots of such a call rest (M1).
+A session's mover sees a `StoreView`. It notes, for the thread that calls, whether a call left memory in
+doubt: after a transfer that failed a device may write for a moment more, so the slots of such a call rest
+(M1).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,23 +35,36 @@ def mooncake_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-@pytest.fixture
-def start_agent() -> Iterator[Callable[..., RunningAgent]]:
-    """Start agents that end with the test; the folder is short, as paths of sockets have to be."""
+@contextmanager
+def _agents() -> Iterator[Callable[..., RunningAgent]]:
+    """Start agents and end them; the folder is short, as paths of sockets have to be."""
     agents: list[RunningAgent] = []
-    folders: list[str] = []
 
     def start(url: str, **flags: object) -> RunningAgent:
-        folders.append(tempfile.mkdtemp(prefix="ct-agent-"))
-        agent = RunningAgent(Path(folders[-1]), url, flags)
+        agent = RunningAgent(Path(tempfile.mkdtemp(prefix="ct-agent-")), url, flags)
         agents.append(agent)
         agent.start()
         return agent
 
-    yield start
-    for agent in agents:
-        if agent.child is not None:
-            agent.child.kill()
-        shutil.rmtree(agent.shared, ignore_errors=True)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        yield start
+    finally:
+        for agent in agents:
+            if agent.child is not None:
+                agent.child.kill()
+            shutil.rmtree(agent.shared, ignore_errors=True)
+            shutil.rmtree(agent.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def start_agent() -> Iterator[Callable[..., RunningAgent]]:
+    """Start agents that end with the test."""
+    with _agents() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_module_agent() -> Iterator[Callable[..., RunningAgent]]:
+    """Start agents that end with the module."""
+    with _agents() as start:
+        yield start
