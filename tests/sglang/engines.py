@@ -39,7 +39,7 @@ from sglang.test.kits.unified_radix_cache import fixtures  # noqa: E402
 from sglang.test.kits.unified_radix_cache.config import CacheConfig  # noqa: E402
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures  # noqa: E402
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 """Seconds to wait for what comes at once on an idle machine."""
 V4_PAGE = 256
 V4_RATIOS = (0, 4, 128, 4)
@@ -106,8 +106,17 @@ class EngineSettings:
     attached: bool = True
 
 
-class _Steps(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
-    """The kit's steps need a test case to stand on."""
+class PatientSteps(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
+    """The kit's steps on a test case, as they need one; on a busy machine its 10 s are not enough."""
+
+    def _flush_l3_backups(self, cache: Any, timeout: float = PATIENCE) -> None:
+        super()._flush_l3_backups(cache, max(timeout, PATIENCE))
+
+    def _run_prefetch_to_completion(self, cache: Any, req_id: Any, timeout: float = PATIENCE) -> None:
+        super()._run_prefetch_to_completion(cache, req_id, max(timeout, PATIENCE))
+
+    def _pump_hicache_until(self, cache: Any, cond: Any, msg: str, timeout: float = PATIENCE) -> None:
+        super()._pump_hicache_until(cache, cond, msg, max(timeout, PATIENCE))
 
     def runTest(self) -> None:  # noqa: N802
         """Nothing: the steps are called one by one."""
@@ -119,7 +128,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.config = replace(CONFIGS[settings.model], **settings.config)
-        self.steps = _Steps()
+        self.steps = PatientSteps()
         self.steps.cfg = self.config
         self._exit = ExitStack()
 

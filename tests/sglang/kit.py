@@ -8,7 +8,6 @@ scenario is to run over caketin, SGLang's server arguments are changed on their 
 from __future__ import annotations
 
 import json
-import unittest
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -29,9 +28,10 @@ from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig, su
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix  # noqa: E402
 from sglang.test.kits.unified_radix_cache.storage import (  # noqa: E402
     ExtraPoolFullComponent,
-    UnifiedRadixCacheStorageFixtures,
     aux_storage_key_transfers,
 )
+
+from tests.sglang.engines import PATIENCE, PatientSteps  # noqa: E402
 
 KIT_CONFIGS = {c.label: c for c in CONFIGS if supports_hicache(c)}
 
@@ -39,7 +39,7 @@ Backend = Callable[[str], dict[str, Any]] | None
 """The extra config of a backend that is loaded by its name, for a folder of the kit; None: `file`."""
 
 
-class Kit(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
+class Kit(PatientSteps):
     """The kit's steps for one pool set and one backend; `play` runs a scenario and cleans up."""
 
     def __init__(self, config: CacheConfig, backend: Backend = None) -> None:
@@ -89,7 +89,7 @@ class Kit(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
         if backend is not None:
             backend.close()
 
-    def _flush_l3_backups(self, cache: Any, timeout: float = 10.0) -> None:
+    def _flush_l3_backups(self, cache: Any, timeout: float = PATIENCE) -> None:
         super()._flush_l3_backups(cache, timeout)
         self._claimed()
 
@@ -104,8 +104,8 @@ class Kit(UnifiedRadixCacheStorageFixtures, unittest.TestCase):
     def _claimed(self) -> None:
         """Wait for the claims: another engine is asked within the same millisecond here, and nowhere else."""
         for cache in self._caches:
-            flush = getattr(cache.cache_controller.storage_backend, "flush", lambda: True)
-            assert flush()
+            flush = getattr(cache.cache_controller.storage_backend, "flush", lambda _: True)
+            assert flush(PATIENCE)
 
     # Shorthands for what the scenarios share.
 
