@@ -153,7 +153,7 @@ class Work:
             rows = self.rows[first * self.page_size : (first + len(some)) * self.page_size]
             assert all(backend.batch_set_v1(some, rows, self.extra)), "a page was not stored"
         if hasattr(backend, "flush"):  # ours claims behind the caller's back; that is part of the work
-            assert backend.flush(), "the claims were not made in time"
+            assert backend.flush(60), "the claims were not made in time"
 
     def get(self, backend: Any, keys: list[str]) -> None:
         derived = [n for n in self.sidecars if n != "swa"]

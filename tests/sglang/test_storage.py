@@ -20,7 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from caketin.sglang import CaketinStorage
 from dataplane.engines import sglang_facts
 from metadata.errors import InvalidInput
-from tests.sglang.engines import Engine, EngineSettings, until
+from tests.sglang.engines import PATIENCE, Engine, EngineSettings, until
 from tests.sglang.stored import Stored
 
 pytestmark = pytest.mark.sglang
@@ -140,7 +140,7 @@ def test_sidecars_are_not_published_before_their_anchor(plane, sglang):
         assert backend.batch_exists(wanted) == 0
         assert backend.batch_exists_v2(wanted, [window]).kv_hit_pages == 0
         assert backend.batch_set_v1(wanted, rows(0, 1, 2, 3)) == [True] * 4
-        assert backend.flush()
+        assert backend.flush(PATIENCE)
         found = backend.batch_exists_v2(wanted, [window])
         assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
         assert found.extra_pool_hit_pages == {"kv": 4, "swa": 4}
@@ -153,7 +153,7 @@ def test_the_window_is_the_call_s(file_plane, sglang):
         put = PoolTransfer(PoolName.SWA, host_indices=rows(0, 1, 2), keys=[wanted[1], wanted[2], wanted[5]])
         assert backend.batch_set_v2([put])["swa"] == [True] * 3
         assert all(backend.batch_set_v1(wanted, rows(0, 1, 2, 3, 4, 5)))
-        assert backend.flush()
+        assert backend.flush(PATIENCE)
         for pages, lengths in ((1, [2, 3, 6]), (2, [3]), (3, [])):
             placeholders = ["__placeholder__"] * pages
             window = PoolTransfer(PoolName.SWA, keys=placeholders, hit_policy=PoolHitPolicy.TRAILING_PAGES)
@@ -213,10 +213,10 @@ def test_a_page_is_a_hit_only_when_both_shards_are_there(file_plane, sglang):
     with Attached(places[0], kv=mha_host()) as first, Attached(places[1], kv=mha_host()) as second:
         wanted = keys(3)
         assert all(first.batch_set_v1(wanted, rows(0, 1, 2)))
-        assert first.flush()
+        assert first.flush(PATIENCE)
         assert first.batch_exists(wanted) == 0
         assert all(second.batch_set_v1(wanted[:2], rows(0, 1)))
-        assert second.flush()
+        assert second.flush(PATIENCE)
         assert first.batch_exists(wanted) == 2
 
 
@@ -228,7 +228,7 @@ def test_a_rank_that_does_not_write_kv_reads_it(file_plane, sglang):
     with Attached(places[0], kv=hosts[0]) as writer, Attached(places[1], kv=hosts[1]) as other:
         wanted = keys(3)
         assert all(writer.batch_set_v1(wanted, rows(0, 1, 2)))
-        assert writer.flush()
+        assert writer.flush(PATIENCE)
         assert writer.batch_exists(wanted) == 3
         assert other.batch_get_v1(wanted, rows(2, 1, 0)) == [True] * 3
         written, read = (h.kv_buffer.view(torch.uint8) for h in hosts)  # as numbers, some are NaN
@@ -260,7 +260,7 @@ def test_a_late_draft_is_registered_and_stored(file_plane, sglang):
         until(lambda: "draft" in backend._link.joined.owned)
         assert backend.batch_set_v2([transfer]) == {"draft": [True, True]}
         assert all(backend.batch_set_v1(wanted, rows(0, 1)))
-        assert backend.flush()
+        assert backend.flush(PATIENCE)
         assert backend.batch_exists_v2(wanted, [transfer]).kv_hit_pages == 2
 
 
@@ -278,7 +278,7 @@ def test_stats_tell_pages_and_bandwidth_once(file_plane, sglang):
     with Attached(config(file_plane), kv=mha_host()) as backend:
         wanted = keys(3)
         assert all(backend.batch_set_v1(wanted, rows(0, 1, 2)))
-        assert backend.flush()
+        assert backend.flush(PATIENCE)
         assert all(backend.batch_get_v1(wanted, rows(3, 4, 5)))
         stats = backend.get_stats()
         assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [3])
@@ -293,7 +293,7 @@ def test_a_window_in_mid_sequence_is_the_engine_s_to_vouch_for(file_plane, sglan
         put = PoolTransfer(PoolName.SWA, host_indices=rows(0), keys=wanted[4:5])
         assert backend.batch_set_v2([put])["swa"] == [True]
         assert all(backend.batch_set_v1(wanted, rows(0, 1, 2, 3, 4, 5)))
-        assert backend.flush()
+        assert backend.flush(PATIENCE)
         window = PoolTransfer(PoolName.SWA, keys=["x"] * 2, hit_policy=PoolHitPolicy.TRAILING_PAGES)
         before = HiCacheStorageExtraInfo(prefix_keys=wanted[:4])
         assert backend.batch_exists_v2(wanted[4:], [window], before).restorable_prefix_pages == [1]
@@ -334,7 +334,7 @@ def test_the_revision_is_the_server_s_or_a_fingerprint_of_the_weights(
             with Attached(config(file_plane, extra_config=extra), kv=mha_host()) as backend:
                 found = backend.batch_exists(wanted)
                 assert all(backend.batch_set_v1(wanted, rows(0, 1)))
-                assert backend.flush()
+                assert backend.flush(PATIENCE)
                 namespace = backend._link.joined.namespace_id
         answer = httpx.get(f"{file_plane.url}/v1/namespaces/{namespace}", trust_env=False).json()
         return answer["revision"], found
@@ -363,7 +363,7 @@ def test_a_store_that_is_full_says_so_page_by_page_and_serves_only_what_it_has(m
         for prompt in prompts:
             stored.append(backend.batch_set_v1(prompt, rows(*range(8))))
             # Promised pages are leased, and a leased page is not evicted.
-            assert backend.flush()
+            assert backend.flush(PATIENCE)
             backend.batch_exists(prompt)
         assert all(type(b) is bool for bs in stored for b in bs)
         assert all(stored[0])
@@ -391,14 +391,14 @@ def test_while_mooncake_s_master_is_away_everything_is_a_miss_and_afterwards_it_
     with Attached(config(plane), kv=host) as backend:
         before, after = keys(4), keys(4, tag="after")
         assert all(backend.batch_set_v1(before, rows(0, 1, 2, 3)))
-        assert backend.flush()
+        assert backend.flush(PATIENCE)
         cluster._master.stop()
         assert backend.batch_get_v1(before, rows(4, 5, 6, 7)) == [False] * 4
         assert backend.batch_exists(before) == 0
         assert backend.batch_set_v1(after, rows(0, 1, 2, 3)) == [False] * 4
         cluster.restart_master()
         until(lambda: all(backend.batch_set_v1(after, rows(0, 1, 2, 3))), 60)
-        assert backend.flush()
+        assert backend.flush(PATIENCE)
         assert backend.batch_exists(after) == 4
         assert backend.batch_get_v1(after, rows(4, 5, 6, 7)) == [True] * 4
         bytes_of = host.kv_buffer.view(torch.uint8)
