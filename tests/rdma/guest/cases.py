@@ -88,8 +88,9 @@ class Bench:
         self.keys = [f"ct1/{NS}/{salt}{i:048x}/3f2a91bc.0/k" for i in range(count)]
         column = self.memory.columns("k")[0]
         self.source, self.target = column[:count], column[count:]
+        pattern = (np.arange(size) % 251).astype(np.uint8)
         for i in range(count):
-            self.source[i] = np.arange(size, dtype=np.int64) * (i + 3) % 251
+            self.source[i] = pattern + np.uint8(7 * i % 256)
         self.target[:] = UNTOUCHED
 
     def buffers(self, *, second: bool = False) -> ObjectBuffers:
@@ -161,7 +162,7 @@ def wrong_settings(given: Given) -> Facts:
 def memlock(given: Given) -> Facts:
     """As a user who may lock little: too little to open a store, then too little to register a pool."""
     load_native()  # this user's files are not the other's
-    bench = Bench(64, 1 << 20)
+    memory = HostMemory(PoolSpec("kv", (Part("k", "uint8", 1 << 20),)), 64)
     hard = 40 << 20
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, hard))
     os.setgroups([])
@@ -172,7 +173,7 @@ def memlock(given: Given) -> Facts:
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
     opened = MooncakeStore(settings(given))
     try:
-        opened.register(bench.memory.address, bench.memory.length)
+        opened.register(memory.address, memory.length)
         registering = ""
     except StoreError as error:
         registering = str(error)
