@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-SKIPS_ALLOWED_IN_CI: dict[str, str] = {}
-"""Start of a skip's reason -> why not running is right even in CI. Empty: nothing may be skipped there."""
+SKIPS_ALLOWED_IN_CI: dict[str, str] = {
+    "needs root: mounts and chroot": "an image can be walked by root only, and CI may run as another user",
+}
+"""Start of a skip's reason -> why not running is right even in CI."""
 
 REPO = Path(__file__).resolve().parent.parent
 

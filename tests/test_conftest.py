@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,9 +27,9 @@ def run_pytest(
     folder: Path, test: str, *arguments: str, ci: str, allowed: str = "{}"
 ) -> subprocess.CompletedProcess[str]:
     conftest = CONFTEST.read_text()
-    empty = "SKIPS_ALLOWED_IN_CI: dict[str, str] = {}"
-    assert empty in conftest
-    (folder / "conftest.py").write_text(conftest.replace(empty, f"SKIPS_ALLOWED_IN_CI = {allowed}"))
+    listed = re.compile(r"SKIPS_ALLOWED_IN_CI: dict\[str, str\] = \{.*?^\}", re.DOTALL | re.MULTILINE)
+    assert listed.search(conftest)
+    (folder / "conftest.py").write_text(listed.sub(f"SKIPS_ALLOWED_IN_CI = {allowed}", conftest))
     (folder / "test_it.py").write_text(test)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {
