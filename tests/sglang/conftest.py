@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import itertools
 import logging
@@ -70,6 +71,17 @@ if HERE:
                 "attach_seconds": 20.0,
                 **more,
             }
+
+    @pytest.fixture(scope="session")
+    def _without_imports() -> None:
+        gc.collect()
+        gc.freeze()
+
+    @pytest.fixture(autouse=True)
+    def _engines_gone(_without_imports: None) -> Iterator[None]:
+        """Free what a test built: an engine is a cycle of up to a gigabyte and of few objects."""
+        yield
+        gc.collect()
 
     @pytest.fixture(scope="session")
     def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedRedis]:
