@@ -237,14 +237,14 @@ class Agent:
                 total = pools.setdefault(name, dict.fromkeys(_COUNTS, 0))
                 for count in _COUNTS:
                     total[count] += getattr(s, count)
-        problem = self.not_ready()
         health = self.stores.health
+        problem = health.detail if health.kind else self.not_ready()
         return messages.AgentStatus(
             sessions=len(self.sessions),
             pools={name: messages.PoolStatus(**counts) for name, counts in pools.items()},
             transfers=self.transfers.counts(),
             store=messages.StoreStatus(
-                kind=health.kind, healthy=not problem and bool(health.kind), detail=problem or ""
+                kind=health.kind, healthy=bool(health.kind) and not problem, detail=problem or ""
             ),
         )
 
@@ -253,9 +253,11 @@ class Agent:
         if self.draining:
             return "the agent is ending"
         for session in self.sessions:
+            failure = session.link.failure
+            if failure is not None:
+                return f"the control plane: {failure}"
             if session.link.joined is None:
-                failure = session.link.failure
-                return f"not attached: {failure}" if failure else "not attached yet"
+                return "not attached yet"
         if self.transfers.hanging >= self.settings.hanging_transfers:
             return f"{self.transfers.hanging} transfers hang in the store"
         return self.stores.health.detail or None

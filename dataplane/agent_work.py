@@ -353,6 +353,9 @@ class BackUpWork:
         if done.rejected:
             first = done.rejected[0]
             record.error = f"{len(done.rejected)} claims were refused, first {first.pool}: {first.code}"
+        elif not record.transfers_done:
+            lacking = int((~(whole & there)).sum())
+            record.error = f"{lacking} pages are not resident, or the store has not confirmed them"
 
 
 def _check_open(record: Record) -> None:

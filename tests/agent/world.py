@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import numpy as np
 
 from dataplane.agent_client import AgentClient, AgentSession
@@ -164,6 +165,13 @@ class RunningAgent:
     def status(self) -> AgentStatus:
         with self.client() as client:
             return client.status()
+
+    def ready(self) -> str:
+        """What keeps it from being ready, or nothing."""
+        transport = httpx.HTTPTransport(uds=str(self.socket))
+        with httpx.Client(transport=transport, base_url="http://agent", timeout=10) as plain:
+            checks = plain.get("/readyz").json()["checks"]
+        return "".join(check["detail"] for check in checks)
 
     def stop(self) -> int:
         assert self.child is not None
