@@ -70,20 +70,27 @@ class Claims:
         self._thread: threading.Thread | None = None
         self._kept: OrderedDict[bytes, HeldRows] = OrderedDict()
 
-    def claim(self, joined: Joined, page_hashes: PageHashes, held: Mapping[str, BoolArray]) -> None:
+    def claim(
+        self,
+        joined: Joined,
+        page_hashes: PageHashes,
+        held: Mapping[str, BoolArray],
+        room_seconds: float = _ROOM_SECONDS,
+    ) -> None:
         """Claim pages soon.
 
         Args:
             joined: what they were stored with.
             page_hashes: pages.
             held: pool name -> which owned shards are confirmed, bool (pages, shards).
+            room_seconds: how long to wait where too many pages wait already; then these are kept for later.
         """
         claim = _Claim(joined, page_hashes, {n: t for n, t in held.items() if t.any()})
         if not page_hashes or not claim.held:
             return
         with self._changed:
             room = self._changed.wait_for(
-                lambda: self._closed or self._queued_pages < MAX_QUEUED_PAGES, _ROOM_SECONDS
+                lambda: self._closed or self._queued_pages < MAX_QUEUED_PAGES, room_seconds
             )
             if room and not self._closed:
                 self._queue.append(claim)
@@ -99,7 +106,10 @@ class Claims:
             self._keep(page_hashes, claim.held)
 
     def claim_rows(self, joined: Joined, pages: Sequence[tuple[bytes, HeldRows]]) -> None:
-        """Claim pages that one knows one by one; rows of a pool that has other shards now are left out."""
+        """Claim pages that one knows one by one; rows of a pool that has other shards now are left out.
+
+        Never waits: chores come here, on the thread that sends the heartbeats.
+        """
         for start in range(0, len(pages), CALL_PAGES):
             some = pages[start : start + CALL_PAGES]
             held: dict[str, BoolArray] = {}
@@ -107,13 +117,14 @@ class Claims:
                 for name, row in rows.items():
                     if len(joined.owned.get(name, ())) == len(row):
                         held.setdefault(name, np.zeros((len(some), len(row)), np.bool_))[i] = row
-            self.claim(joined, PageHashes.of([h for h, _ in some]), held)
+            self.claim(joined, PageHashes.of([h for h, _ in some]), held, room_seconds=0)
 
     def retry(self, joined: Joined) -> None:
         """Claim again what could not be claimed before."""
         with self._changed:  # in one step: whoever waits for all claims must not see them nowhere
-            kept, self._kept = self._kept, OrderedDict()
-            self.claim_rows(joined, list(kept.items()))
+            room = max(0, MAX_QUEUED_PAGES - self._queued_pages)
+            kept = [self._kept.popitem(last=False) for _ in range(min(room, len(self._kept)))]
+            self.claim_rows(joined, kept)
 
     def flush(self, seconds: float) -> bool:
         """Wait until all that came is claimed; return False when time is up before, or something is kept."""

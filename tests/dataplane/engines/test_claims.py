@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -163,17 +164,39 @@ def test_a_writer_waits_where_too_much_is_queued(claims, plane, monkeypatch):
 
 def test_a_writer_does_not_wait_for_ever(claims, plane, monkeypatch):
     monkeypatch.setattr(claims_module, "MAX_QUEUED_PAGES", 1)
-    monkeypatch.setattr(claims_module, "_ROOM_SECONDS", 0.05)
     plane.open.clear()
     claims.claim(JOINED, hashes(1), {"kv": rows(1)})
     assert plane.entered.wait(PATIENCE)
     claims.claim(JOINED, hashes(2), {"kv": rows(1)})
-    claims.claim(JOINED, hashes(3), {"kv": rows(1)})
+    claims.claim(JOINED, hashes(3), {"kv": rows(1)}, room_seconds=0.05)
     plane.open.set()
     assert not claims.flush(0.2)
     claims.retry(JOINED)
     assert claims.flush(PATIENCE)
     assert sorted(p for c in plane.calls for p in c["pages"]) == [1, 2, 3]
+
+
+def test_chores_take_only_what_there_is_room_for_and_do_not_wait(claims, plane, monkeypatch):
+    monkeypatch.setattr(claims_module, "MAX_QUEUED_PAGES", 2)
+    plane.away = True
+    for page in (1, 2, 3):
+        claims.claim(JOINED, hashes(page), {"kv": rows(1)})
+    assert not claims.flush(0.2)
+    plane.away = False
+    plane.open.clear()
+    plane.entered.clear()
+    claims.claim(JOINED, hashes(9), {"kv": rows(1)})
+    assert plane.entered.wait(PATIENCE)
+    start = time.monotonic()
+    claims.retry(JOINED)
+    claims.claim_rows(JOINED, [((4).to_bytes(32), {"kv": rows(1)[0]})])
+    assert time.monotonic() - start < claims_module._ROOM_SECONDS
+    plane.open.set()
+    assert not claims.flush(0.2)
+    assert [c["pages"] for c in plane.calls] == [[9], [1, 2]]
+    claims.retry(JOINED)
+    assert claims.flush(PATIENCE)
+    assert sorted(p for c in plane.calls for p in c["pages"]) == [1, 2, 3, 4, 9]
 
 
 def test_forgetting_drops_what_waits_and_waits_for_the_call_under_way(claims, plane):
