@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import socket
 import sys
@@ -24,6 +25,7 @@ from metadata.errors import CaketinError
 StoreChoice: TypeAlias = Literal["auto", "file", "mooncake"]
 
 _HOST: Final = "127.0.0.1"
+_AGENT_SECONDS: Final = 30.0
 _READY_SECONDS: Final = 120.0  # slow machines; a part that ends is noticed at once
 
 
@@ -43,6 +45,21 @@ def cache_folder() -> Path:
 
 
 @dataclass(frozen=True)
+class AgentOptions:
+    """The agent of a stack.
+
+    Attributes:
+        memory_bytes: most bytes of its pools.
+        socket: where engines find it; None: `agent.sock` in the data folder.
+        settings: further settings, by the names of its variables without `CAKETIN_AGENT_`, in lower case.
+    """
+
+    memory_bytes: int = 1 << 30
+    socket: Path | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class StackSettings:
     """What to start.
 
@@ -54,6 +71,7 @@ class StackSettings:
         redis_url: a Redis that runs already; None starts one.
         control: further settings of the control plane, as `CAKETIN_*` variables.
         rdma: how Mooncake moves bytes over RDMA; None: over TCP.
+        agent: an agent for engines of this machine; None starts none.
     """
 
     data_dir: Path
@@ -63,6 +81,7 @@ class StackSettings:
     redis_url: str | None = None
     control: Mapping[str, str] = field(default_factory=dict)
     rdma: RdmaSettings | None = None
+    agent: AgentOptions | None = None
 
 
 class FolderLock:
@@ -110,6 +129,7 @@ class Stack:
         redis_url: where Redis is.
         url: where the control plane is.
         mooncake: the Mooncake cluster, where there is one.
+        agent_socket: where the agent is, where there is one.
     """
 
     settings: StackSettings
@@ -119,7 +139,9 @@ class Stack:
     url: str = ""
     mooncake: MooncakeCluster | None = None
     _redis: EmbeddedRedis | None = None
+    agent_socket: Path | None = None
     _control: ChildProcess | None = None
+    _agent: ChildProcess | None = None
     _lock: FolderLock | None = None
 
     def __enter__(self) -> Stack:
@@ -138,7 +160,8 @@ class Stack:
         """The processes that were started, in that order."""
         redis = [self._redis.child] if self._redis else []
         control = [self._control] if self._control else []
-        return [*redis, *(self.mooncake.children if self.mooncake else []), *control]
+        agent = [self._agent] if self._agent else []
+        return [*redis, *(self.mooncake.children if self.mooncake else []), *control, *agent]
 
     def start(self) -> None:
         """Start all parts in order and wait until each serves.
@@ -157,9 +180,13 @@ class Stack:
         self.redis_url = self.settings.redis_url or self._start_redis(folder)
         store = self._start_store(folder)
         self._start_control(folder, port, store)
+        if self.settings.agent is not None:
+            self._start_agent(folder, self.settings.agent)
 
     def stop(self) -> None:
         """End what was started, last first; twice is fine."""
+        if self._agent is not None:
+            self._agent.stop(_AGENT_SECONDS)
         if self._control is not None:
             self._control.stop(10.0)
         if self.mooncake is not None:
@@ -222,6 +249,30 @@ class Stack:
         self._control = ChildProcess.start("control plane", command, folder / "control-plane.log", env)
         self._control.wait_ready(self._ready, _READY_SECONDS)
 
+    def _start_agent(self, folder: Path, options: AgentOptions) -> None:
+        self.agent_socket = options.socket or folder.resolve() / "agent.sock"
+        told = {
+            "url": self.url,
+            "socket": str(self.agent_socket),
+            "shared_dir": _shared_dir(folder),
+            "memory": str(options.memory_bytes),
+            "local_hostname": _HOST,
+            **options.settings,
+        }
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CAKETIN_")}
+        env |= {f"CAKETIN_AGENT_{name.upper()}": value for name, value in told.items()}
+        command = [sys.executable, "-m", "caketin", "agent"]
+        self._agent = ChildProcess.start("agent", command, folder / "agent.log", env)
+        self._agent.wait_ready(self._agent_answers, _READY_SECONDS)
+
+    def _agent_answers(self) -> bool:
+        transport = httpx.HTTPTransport(uds=str(self.agent_socket))
+        try:
+            with httpx.Client(transport=transport, timeout=1.0) as client:
+                return client.get("http://agent/healthz").is_success
+        except httpx.TransportError:
+            return False
+
     def _ready(self) -> bool:
         try:
             answer = httpx.get(f"{self.url}/readyz", timeout=1.0, trust_env=False)
@@ -231,6 +282,12 @@ class Stack:
             wrong = [c["detail"] for c in answer.json()["checks"] if not c["ok"]]
             raise ChildFailed("the control plane cannot be used: " + "; ".join(wrong))
         return answer.status_code == httpx.codes.OK
+
+
+def _shared_dir(folder: Path) -> str:
+    """Return the agent's folder for a data folder, always the same: the next one cleans up after a crash."""
+    name = hashlib.sha256(bytes(folder.resolve())).hexdigest()[:12]
+    return f"/dev/shm/caketin-{os.getuid()}-{name}"  # noqa: S108  made private by the agent
 
 
 def _checked_port(port: int | None) -> int:

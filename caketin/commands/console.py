@@ -80,6 +80,8 @@ def say_what_runs(stack: Stack) -> None:
     table.add_row("Redis", stack.redis_url if stack.settings.redis_url is None else "as given")
     place = stack.mooncake.master if stack.mooncake is not None else str(stack.settings.data_dir / "pages")
     table.add_row(f"store: {stack.store}", escape(f"{place}  ({stack.why_store})"))
+    if stack.agent_socket is not None:
+        table.add_row("agent", escape(str(stack.agent_socket)))
     table.add_row("data and logs", escape(str(stack.settings.data_dir)))
     err.print(table)
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from caketin.byte_size import byte_size
 from caketin.commands.console import (
     StoreBytes,
     StoreOption,
@@ -27,7 +28,7 @@ from caketin.rdma_options import (
     TrafficClass,
     rdma_settings,
 )
-from caketin.stack import Stack, StackSettings, cache_folder
+from caketin.stack import AgentOptions, Stack, StackSettings, cache_folder
 
 
 def up(  # noqa: PLR0917 - flags
@@ -44,16 +45,21 @@ def up(  # noqa: PLR0917 - flags
     traffic_class: TrafficClass = None,
     service_level: ServiceLevel = None,
     mtu: Mtu = None,
+    agent: Annotated[bool, typer.Option("--agent", help="run an agent for engines too")] = False,
+    agent_memory: Annotated[
+        str, typer.Option(help="memory of the agent's pools, in bytes or as 64Gi")
+    ] = "1Gi",
 ) -> None:
-    """Run Redis, a store and the control plane on this machine until Ctrl-C.
+    """Run Redis, a store and the control plane on this machine until Ctrl-C, and an agent where asked for.
 
     With the file store, pages and claims stay in the data folder for the next time. With Mooncake they are in
     memory and end with the stack.
     """
     with clear_errors(), ending_as_interrupt():
         rdma = rdma_settings(protocol, devices, gid_index, traffic_class, service_level, mtu)
+        options = AgentOptions(byte_size(agent_memory, "--agent-memory", 1 << 20)) if agent else None
         folder = data_dir or cache_folder() / "up"
-        settings = StackSettings(folder, port, store, store_bytes, redis_url, rdma=rdma)
+        settings = StackSettings(folder, port, store, store_bytes, redis_url, rdma=rdma, agent=options)
         try:
             with running(Stack(settings)) as stack:
                 say_what_runs(stack)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -231,3 +233,21 @@ def test_rdma_that_cannot_be_is_told_before_or_while_the_stack_starts(
     done = caketin("up", "--data-dir", str(tmp_path / "up"), *flags, cache=tmp_path / "cache")
     assert done.returncode == 2
     assert says in " ".join(done.stderr.split())
+
+
+def test_up_with_an_agent_serves_engines_and_ends_with_it(tmp_path: Path):
+    from dataplane.agent_client import AgentClient
+    from tests.agent.world import KV_SWA, Engine, prompt, session_request
+
+    folder = Path(tempfile.mkdtemp(prefix="ct-up-"))
+    try:
+        with up(tmp_path, "--agent", "--agent-memory", "16Mi", folder=folder) as running:
+            assert str(folder / "agent.sock") in running.out.read_text().replace("\n", "")
+            with AgentClient(folder / "agent.sock") as client, client.open(session_request(KV_SWA, 8)) as s:
+                Engine(s, KV_SWA).publish(prompt("p", 4))
+                shared = Path(s.opened.pools["kv"].path).parents[1]
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(40) == 0
+            assert not shared.exists()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
