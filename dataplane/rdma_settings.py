@@ -179,6 +179,19 @@ def mtu_doubt(mtu: int | None, device: str, limits: DeviceLimits | None) -> Fiel
     return FieldError("mtu", "too_large", detail)
 
 
+def gid_doubt(index: int | None, port: RdmaPort) -> FieldError | None:
+    """Return what to know of a GID that is there but reaches less than another of the port (RoCE)."""
+    gid = None if index is None else port.gid(index)
+    usual = port.usual_gid()
+    if gid is None or usual is None or gid == usual:
+        return None
+    if gid.kind == usual.kind and gid.address.is_link_local <= usual.address.is_link_local:
+        return None
+    why = "link-local, for one Ethernet segment only" if gid.kind == usual.kind else f"of kind {gid.kind}"
+    detail = f"is {index}, a row of {port.device} that is {why}; usual is gid_index {usual.index} ({usual})"
+    return FieldError("gid_index", "unusual", detail)
+
+
 def _gid_faults(index: int | None, port: RdmaPort) -> Iterator[FieldError]:
     if index is None:
         if not port.gids:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from caketin.doctor.finding import Finding
 from dataplane.rdma_ports import DeviceLimits, RdmaPort, device_limits, device_names, rdma_port
-from dataplane.rdma_settings import RdmaSettings, mtu_doubt, rdma_faults
+from dataplane.rdma_settings import RdmaSettings, gid_doubt, mtu_doubt, rdma_faults
 from metadata.errors import FieldError, InvalidInput
 
 FLAGS: Final = {
@@ -72,15 +72,23 @@ class RdmaCheck:
         faults = list(rdma_faults(self.settings, chosen, _LOOPBACK_BYTES, self.sysfs))
         yield from map(_fault, faults)
         present = device_names(self.sysfs)
-        names = [name for name in chosen or present if name in present]
-        for name in names:
-            limits = device_limits(name)
-            yield _device(rdma_port(name, self.sysfs), limits, self.settings)
-            doubt = mtu_doubt(self.settings.mtu, name, limits)
-            if doubt is not None:
-                yield Finding("RDMA setting mtu", f"{FLAGS['mtu']} {doubt.detail}", "warn", "see there")
+        ports = [rdma_port(name, self.sysfs) for name in chosen or present if name in present]
+        for port in ports:
+            yield from self._port(port, asked_for=bool(chosen))
         if not faults:
-            yield from (self._loopback(name) for name in names)
+            yield from (self._loopback(port.device) for port in ports if port.state == "ACTIVE")
+
+    def _port(self, port: RdmaPort, *, asked_for: bool) -> Iterator[Finding]:
+        limits = device_limits(port.device)
+        yield _device(port, limits, self.settings, asked_for=asked_for)
+        doubts = (
+            mtu_doubt(self.settings.mtu, port.device, limits),
+            gid_doubt(self.settings.gid_index, port),
+        )
+        for doubt in doubts:
+            if doubt is not None:
+                found = f"{FLAGS[doubt.field]} {doubt.detail}"
+                yield Finding(f"RDMA setting {doubt.field}", found, "warn", "see there")
 
     def _loopback(self, device: str) -> Finding:
         what = f"RDMA loopback {device}"
@@ -116,7 +124,9 @@ def _fault(error: FieldError) -> Finding:
     return Finding(f"RDMA setting {error.field}", found, "bad", advice)
 
 
-def _device(port: RdmaPort, limits: DeviceLimits | None, settings: RdmaSettings) -> Finding:
+def _device(
+    port: RdmaPort, limits: DeviceLimits | None, settings: RdmaSettings, *, asked_for: bool
+) -> Finding:
     gids = "; ".join(map(str, port.gids)) or "none"
     found = f"{port.state or 'no port'}, {port.link_layer or 'unknown link'}, {port.rate or 'rate unknown'}"
     found += f"; GIDs: {gids}"
@@ -131,7 +141,10 @@ def _device(port: RdmaPort, limits: DeviceLimits | None, settings: RdmaSettings)
     most = settings.max_region_bytes or limits.max_region_bytes
     if most < _NO_LIMIT:
         found += f"; registers up to {most} bytes at once"
-    return Finding(f"RDMA device {port.device}", found, "ok" if port.state == "ACTIVE" else "bad")
+    if port.state == "ACTIVE":
+        return Finding(f"RDMA device {port.device}", found)
+    advice = "cable, switch port, `ip link set ... up`; on InfiniBand a subnet manager"
+    return Finding(f"RDMA device {port.device}", found, "bad" if asked_for else "warn", advice)
 
 
 def _moved(result: dict[str, Any], log: str) -> str:

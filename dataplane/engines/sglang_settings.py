@@ -196,6 +196,8 @@ def _errors(given: Mapping[str, Any], types: Mapping[str, Any], prefix: str) -> 
 
 def _rdma_errors(store: Mapping[str, Any]) -> list[FieldError]:
     """Return what is wrong with the RDMA settings, by the rules of those who use them."""
+    if store.get("protocol") not in {None, "tcp", "rdma"}:
+        return [FieldError("store.protocol", "unknown", f"is {store['protocol']!r}, use tcp or rdma")]
     try:
         RdmaSettings(**{name: store.get(name) for name in _RDMA_NUMBERS}, devices=store.get("devices") or "")
     except InvalidInput as error:

@@ -8,8 +8,8 @@ import pytest
 
 from dataplane import rdma_settings
 from dataplane.memory_limits import MemlockRoom
-from dataplane.rdma_ports import DeviceLimits
-from dataplane.rdma_settings import RdmaEnvironment, RdmaSettings, mtu_doubt, rdma_faults
+from dataplane.rdma_ports import DeviceLimits, rdma_port
+from dataplane.rdma_settings import RdmaEnvironment, RdmaSettings, gid_doubt, mtu_doubt, rdma_faults
 from metadata.errors import InvalidInput
 from tests.dataplane.test_rdma_ports import EMPTY, LINK_LOCAL, MAPPED, device
 
@@ -151,3 +151,20 @@ def test_an_mtu_above_the_ports_is_doubted():
     doubt = mtu_doubt(4096, "rxe0", limits)
     assert doubt is not None
     assert "set mtu to 1024" in doubt.detail
+
+
+def test_a_gid_that_reaches_less_than_another_is_doubted(tmp_path: Path):
+    """Row 0 is v1, row 1 is v2 and link-local, row 3 is v2 with an address."""
+    device(tmp_path, "mlx5_0", gids=(LINK_LOCAL, LINK_LOCAL, EMPTY, MAPPED))
+    port = rdma_port("mlx5_0", tmp_path)
+    said = {i: d and d.detail for i in (None, 0, 1, 2, 3) if (d := gid_doubt(i, port)) is not None}
+    assert sorted(said, key=str) == [0, 1]
+    assert "of kind IB/RoCE v1" in said[0]
+    assert "one Ethernet segment only" in said[1]
+    assert all("usual is gid_index 3 (3 = 192.168.77.1" in detail for detail in said.values())
+
+
+def test_where_all_gids_are_link_local_none_is_doubted(tmp_path: Path):
+    device(tmp_path, "mlx5_0", gids=(EMPTY, LINK_LOCAL, EMPTY, LINK_LOCAL))
+    port = rdma_port("mlx5_0", tmp_path)
+    assert [gid_doubt(i, port) for i in (1, 3)] == [None, None]

@@ -64,6 +64,7 @@ def test_an_engine_sets_them_in_its_extra_config_and_zero_is_a_value():
     ("store", "field"),
     [
         ({"mtu": 1500}, "store.mtu"),
+        ({"protocol": "RDMA"}, "store.protocol"),
         ({"gid_index": 300}, "store.gid_index"),
         ({"gid_index": "3"}, "store.gid_index"),
         ({"devices": "tp=mlx5_0"}, "store.devices"),

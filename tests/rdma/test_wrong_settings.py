@@ -91,6 +91,17 @@ def test_doctor_says_when_the_port_has_less_mtu_than_is_set(guest: Guest) -> Non
     assert "the port of rxe0 has 1024" in found["found"]
 
 
+@pytest.mark.guest_case("doctor_other_settings")
+def test_doctor_doubts_a_gid_that_reaches_one_segment_only_but_tries_it(guest: Guest) -> None:
+    findings = guest["doctor_other_settings"].facts["findings"]
+    doubt = finding(findings, "RDMA setting gid_index")
+    assert doubt["state"] == "warn"
+    assert "usual is gid_index 1 (1 = 192.168.77.1" in doubt["found"]
+    moved = finding(findings, "RDMA loopback rxe0")
+    assert moved["state"] == "ok"
+    assert "GID index 0" in moved["found"]
+
+
 @pytest.mark.guest_case("doctor_well", "doctor_other_settings")
 @pytest.mark.parametrize(
     ("case", "settings"),
