@@ -29,6 +29,8 @@ from caketin.commands.console import (
     running,
     say_what_runs,
 )
+from caketin.commands.replay_agent import replay_through_agent
+from caketin.commands.replay_agent import say as say_by_tier
 from caketin.rdma_options import GidIndex, Mtu, RdmaDevices, ServiceLevel, TrafficClass, rdma_settings
 from caketin.replay.driver import ReplaySettings, replay
 from caketin.replay.pool_sets import MAX_TP, POOL_SETS, rank_pools
@@ -81,6 +83,15 @@ def replay_command(
     traffic_class: TrafficClass = None,
     service_level: ServiceLevel = None,
     mtu: Mtu = None,
+    agent: Annotated[
+        bool, typer.Option("--agent", help="through the host memory of an agent; exact hits by tier")
+    ] = False,
+    agent_socket: Annotated[
+        Path | None, typer.Option(help="of an agent that runs; none: the stack gets one")
+    ] = None,
+    host_pages: Annotated[
+        int | None, typer.Option(help="pages of the agent's host tier; none: a quarter of the load's", min=1)
+    ] = None,
 ) -> None:
     """Replay a load: look up, prefetch what is restorable, back up the rest, compare the bytes.
 
@@ -107,6 +118,19 @@ def replay_command(
         rank_pools(pools, page_bytes, tp)  # refuses what cannot be, before anything is started
         _check_writable(json)
         load = read_trace(trace, limit) if trace else generate(limit or _GENERATED_REQUESTS, seed=seed)
+        if agent or agent_socket is not None:
+            through = replay_through_agent(
+                settings,
+                load,
+                host_pages=host_pages,
+                socket=agent_socket,
+                stack=StackSettings(Path(), None, store, store_bytes, rdma=rdma),
+                folder=_folder(),
+            )
+            say_by_tier(through, json)
+            if through.wrong_pages:
+                fail(f"{through.wrong_pages} restored pages had wrong bytes")
+            raise typer.Exit(1 if through.wrong_pages else 0)
         if url is not None:
             report = _replay(replace(settings, token=access_token(token_file)), load)
         else:
