@@ -3,7 +3,7 @@
 # that the guest runs this working tree with the host's Python. What to run is told on the kernel's command line:
 # caketin.repo=FOLDER caketin.python=FILE caketin.number=1 (2 is the second machine of a pair)
 b=/bin/busybox
-$b mkdir -p /proc /sys /dev /lower /layer /root
+$b mkdir -p /proc /sys /dev /lower /layer /new
 $b mount -t proc proc /proc
 $b mount -t sysfs sys /sys
 $b mount -t devtmpfs dev /dev
@@ -11,9 +11,9 @@ for module in /modules/*; do $b insmod "$module" || echo "insmod $module failed"
 $b mount -t 9p -o trans=virtio,version=9p2000.L,ro,msize=512000,cache=loose root /lower || echo "no root"
 $b mount -t tmpfs layer /layer
 $b mkdir /layer/upper /layer/work
-$b mount -t overlay -o lowerdir=/lower,upperdir=/layer/upper,workdir=/layer/work overlay /root
-$b mkdir -p /root/results /dev/shm /dev/pts
-$b mount -t 9p -o trans=virtio,version=9p2000.L,msize=131072,cache=none results /root/results || echo "no results"
+$b mount -t overlay -o lowerdir=/lower,upperdir=/layer/upper,workdir=/layer/work overlay /new
+$b mkdir -p /new/results /dev/shm /dev/pts
+$b mount -t 9p -o trans=virtio,version=9p2000.L,msize=131072,cache=none results /new/results || echo "no results"
 for word in $($b cat /proc/cmdline); do
   case $word in
     caketin.repo=*) repo=${word#*=} ;;
@@ -21,5 +21,5 @@ for word in $($b cat /proc/cmdline); do
     caketin.number=*) number=${word#*=} ;;
   esac
 done
-for m in /proc /sys /dev; do $b mount --move $m /root$m; done
-exec $b switch_root /root /bin/sh "$repo/tests/rdma/guest/start.sh" "$repo" "$python" "$number"
+for m in /proc /sys /dev; do $b mount --move $m /new$m; done
+exec $b switch_root /new /bin/sh "$repo/tests/rdma/guest/start.sh" "$repo" "$python" "$number"
