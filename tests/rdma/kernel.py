@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import gzip
 import hashlib
-import os
 import re
 import shutil
 import subprocess
@@ -74,8 +73,11 @@ def _unpacked(folder: Path) -> Path:
     packages = folder / "packages"
     shutil.rmtree(packages, ignore_errors=True)
     packages.mkdir()
-    for package in (_kernel_package(), _BUSYBOX_PACKAGE):
-        _run(["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package], packages)
+    try:
+        _download(packages)
+    except NoGuest:
+        _run(["apt-get", "-q", "update"], packages)  # where no list of packages was fetched yet
+        _download(packages)
     half = folder / "half"
     shutil.rmtree(half, ignore_errors=True)
     for package in packages.glob("*.deb"):
@@ -85,18 +87,23 @@ def _unpacked(folder: Path) -> Path:
     return done
 
 
+def _download(folder: Path) -> None:
+    for package in (_kernel_package(), _BUSYBOX_PACKAGE):
+        _run(["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package], folder)
+
+
 def _kernel_package() -> str:
     said = _run(["apt-cache", "depends", _META_PACKAGE], HERE)
     found = re.search(r"Depends: (linux-image-\S+)", said)
     if found is None:
-        raise NoGuest(f"apt-cache knows no {_META_PACKAGE}: run apt-get update")
+        raise NoGuest(f"apt-cache knows no {_META_PACKAGE}")
     return found[1]
 
 
 def _run(command: list[str], where: Path) -> str:
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode:
-        raise NoGuest(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]} (apt-get update first?)")
+        raise NoGuest(f"{' '.join(command)} failed: {done.stderr.strip()[-400:]}")
     return done.stdout
 
 
@@ -148,15 +155,3 @@ def cpio(files: Sequence[tuple[str, bytes, int]]) -> bytes:
         out += b"\0" * (-len(out) % 4) + data
         out += b"\0" * (-len(out) % 4)
     return bytes(out)
-
-
-def quoted(text: str) -> str:
-    """Return a word for the kernel's command line."""
-    if re.search(r'[\s"]', text):
-        raise NoGuest(f"{text!r} cannot be told to a kernel")
-    return text
-
-
-def writable_root(path: Path) -> bool:
-    """Return whether this process may read all of `path`'s folder."""
-    return os.access(path, os.R_OK | os.X_OK)

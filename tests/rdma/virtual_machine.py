@@ -142,6 +142,8 @@ def _listens(port: int) -> bool:
 
 def _command(kernel: Kernel, folder: Path, number: int, pair: _Pair | None) -> list[str]:
     """QEMU's command line. Software emulation: nested hardware virtualisation cannot be relied on."""
+    if " " in f"{REPO}{sys.executable}":
+        raise NoGuest("the guest's kernel cannot be told of paths with spaces")
     told = f"caketin.repo={REPO} caketin.python={sys.executable} caketin.number={number}"
     root = "local,path=/,mount_tag=root,security_model=none,readonly=on,multidevs=remap"
     accelerator = os.environ.get("CAKETIN_RDMA_ACCEL", "tcg,thread=multi")
