@@ -119,12 +119,13 @@ class Project:
     walk: ImageWalk
     folder: Path
     compose: dict[str, Any]
+    later: tuple[str, ...] = ("replay",)
     running: dict[str, Running] = field(default_factory=dict)
     _holders: dict[str, ChildProcess] = field(default_factory=dict)
 
     def up(self, names: Sequence[str]) -> None:
         """Start services in the order of what they depend on."""
-        self._network([*names, "replay", "client"])
+        self._network([*names, *self.later, "client"])
         for name in _ordered(self.compose["services"], names):
             self.start(name)
 
@@ -208,6 +209,7 @@ class Project:
     def _mounts(self, name: str, spec: dict[str, Any], user: str) -> list[tuple[str, str, str]]:
         hosts = self.folder / "hosts"
         lines = [f"{self.address(n)} {n}" for n in self._holders if n != "bridge"]
+        lines += [f"{self.address(n)} {alias}" for alias, n in self.compose.get("aliases", {}).items()]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines]) + "\n")
         mounts = [("tmpfs", "mode=1777", place) for place in spec.get("tmpfs", [])]
         mounts.append(("ro", str(hosts), "/etc/hosts"))
@@ -217,7 +219,7 @@ class Project:
             mounts.append(("ro", shutil.which("redis-cli") or "redis-cli", "/usr/local/bin/valkey-cli"))
         for volume in spec.get("volumes", []):
             source, place, *mode = volume.split(":")
-            if source.startswith("."):
+            if source.startswith((".", "/")):
                 folder = (REPO / source).resolve()
             else:
                 folder = self._volume(source)

@@ -1,7 +1,7 @@
 """So much of a Kubernetes API server that the real Helm installs, upgrades and removes a release on it.
 
-It keeps objects as they come and runs nothing. What it is for: what Helm does with what is there already, such
-as tokens that an upgrade must not replace.
+It keeps objects as they come and runs nothing. What it is for: what Helm does with what is there already,
+such as tokens that an upgrade must not replace.
 """
 
 from __future__ import annotations

@@ -1,0 +1,104 @@
+"""The chart's pods as it renders them, run as processes: they become ready, and `helm test` passes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helm.chart import render
+from tests.helm.compose import Project
+from tests.helm.image_walk import ImageWalk, needs_root
+from tests.helm.kubelet import pods_as_services
+
+pytestmark = [pytest.mark.helm, pytest.mark.timeout(600)]
+
+VALUES: dict[str, Any] = {
+    "api": {"replicas": 1},
+    "agent": {"enabled": True, "hostNetwork": False, "hostMemory": "64Mi"},
+    "mooncake": {"storage": {"segmentSize": "128Mi"}},
+}
+PODS = ["redis", "mooncake-master", "mooncake-storage-0", "mooncake-storage-1", "api", "agent"]
+TEST = ("doctor", "replay")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    needs_root()
+    folder = tmp_path_factory.mktemp("pods")
+    # Their users read their files through it.
+    for above in (folder, *list(folder.parents)[:2]):
+        above.chmod(0o755)
+    order = [*PODS, *TEST]
+    compose = pods_as_services(render(VALUES), folder, lambda name: f"10.88.0.{order.index(name) + 2}")
+    started = Project(ImageWalk(), folder, compose, later=TEST)
+    try:
+        started.up(PODS)
+        for pod in started.running.values():
+            pod.wait_healthy()
+        yield started
+    finally:
+        started.down()
+
+
+def status(project: Project, pod: str) -> dict[str, str]:
+    lines = Path(f"/proc/{project.running[pod].child.process.pid}/status").read_text().splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def test_every_pod_is_ready_as_the_user_and_with_the_powers_that_it_was_given(cluster: Project) -> None:
+    ipc_lock = 1 << 14
+    for pod in PODS:
+        told = status(cluster, pod)
+        assert told["NoNewPrivs"] == "1"
+        if pod == "agent":
+            assert told["Uid"].split()[0] == "0"
+            assert int(told["CapEff"], 16) == ipc_lock
+        else:
+            assert told["Uid"].split()[0] == "10001", pod
+            assert int(told["CapEff"], 16) == 0, pod
+
+
+def test_helm_test_passes(cluster: Project) -> None:
+    for container in TEST:
+        run = cluster.start(container)
+        assert run.child.process.wait(120) == 0, run.child.tail()
+    assert "wrong bytes" in run.child.log.read_text()
+
+
+def test_the_programs_are_process_one_and_hear_when_they_are_told_to_end(cluster: Project) -> None:
+    """A shell in between would keep SIGTERM to itself, and Kubernetes would kill after the grace period."""
+    for pod in reversed(PODS):
+        if pod.startswith("mooncake-storage"):
+            continue
+        assert cluster.running[pod].stop() == 0, f"{pod}: {cluster.running[pod].child.tail()}"
+    for pod in ("redis", "mooncake-master", "api", "agent"):
+        cluster.start(pod).wait_healthy()
+
+
+def test_redis_asks_for_the_password_and_keeps_what_it_has_over_a_restart(cluster: Project) -> None:
+    redis = cluster.running["redis"]
+    password = redis.env["REDIS_PASSWORD"]
+    assert "NOAUTH" in redis.run(["valkey-cli", "ping"]).stdout
+    command = Path(f"/proc/{redis.child.process.pid}/cmdline").read_text()
+    assert password not in command
+    ask = ["sh", "-c", 'REDISCLI_AUTH="$REDIS_PASSWORD" valkey-cli "$@"', "sh"]
+    assert redis.run([*ask, "set", "kept", "yes"]).stdout.strip() == "OK"
+    assert redis.stop() == 0
+    again = cluster.start("redis")
+    again.wait_healthy()
+    assert again.run([*ask, "get", "kept"]).stdout.strip() == "yes"
+    assert again.run([*ask, "config", "get", "maxmemory-policy"]).stdout.split()[1] == "noeviction"
+
+
+def test_the_agents_folders_are_the_nodes(cluster: Project) -> None:
+    node = cluster.folder / "node"
+    assert (node / "run-caketin" / "agent.sock").is_socket()
+    assert (node / "dev-shm-caketin" / "lock").exists()
+    asked = cluster.running["agent"].run(
+        ["curl", "-sS", "--unix-socket", "/run/caketin/agent.sock", "http://agent/readyz"]
+    )
+    assert json.loads(asked.stdout)["status"] == "ready"
