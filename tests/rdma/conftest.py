@@ -9,8 +9,8 @@ import pytest
 from tests.rdma.kernel import NoGuest
 from tests.rdma.virtual_machine import Guest, run_guest
 
-GUEST_SECONDS = 540.0
-"""Of a machine that does nothing else it takes about a third."""
+GUEST_SECONDS = 900.0
+"""A machine that does nothing else needs about a quarter of it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,6 +53,7 @@ def test_smoke_mha_pages_come_back_as_they_were_stored(guest: Guest) -> None:
 
 @pytest.mark.guest_case("mover_mha")
 def test_the_settings_of_a_rank_are_those_of_its_queue_pairs(guest: Guest) -> None:
+    """But for the MTU, which was set to more than the port has."""
     noted = guest["mover_mha"].facts["noted"]
     assert noted
     assert all(n == {"mtu": MTU, "gid_index": 0, "traffic_class": 106, "service_level": 3} for n in noted)

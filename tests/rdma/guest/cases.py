@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import encodings.idna  # noqa: F401 - looked for when a name is resolved, and another user may not read it
 import hashlib
-import io
 import json
 import os
 import re
@@ -26,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from caketin.__main__ import main as caketin
 from caketin.doctor.rdma import RdmaCheck
 from caketin.replay.page_bytes import PageWriter
 from caketin.replay.pool_sets import rank_pools
@@ -35,7 +33,7 @@ from dataplane.bounce_store import BounceStore, StoreOverdue
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ControlSettings, ModelIdentity, RankIdentity
 from dataplane.host_memory import HostMemory
-from dataplane.mooncake_native import MooncakeSettings, load_native
+from dataplane.mooncake_native import MooncakeSettings
 from dataplane.mooncake_store import MooncakeStore
 from dataplane.object_store import ObjectBuffers, StoreError
 from dataplane.rdma_settings import RdmaSettings
@@ -49,6 +47,8 @@ Facts = dict[str, Any]
 CASES: dict[str, Callable[[Given], Facts]] = {}
 LONG: set[str] = set()
 """Cases that run beside the others."""
+PRELOADED = {"store", "memlock", "devices_by_rank", "mover_deepseek_v4_small_regions"}
+"""Cases for which Mooncake is loaded beforehand: they set nothing that it reads while it is loaded."""
 EARLY = {"killed_node"}
 """The long case that mostly waits, on the second device: it may start at any time."""
 NS = "0123456789abcdef"
@@ -69,8 +69,8 @@ def long_case(function: Callable[[Given], Facts]) -> Callable[[Given], Facts]:
 
 
 def order(name: str) -> tuple[bool, ...]:
-    """What waits long first; then the control that wants silent devices; the second machine comes up last."""
-    return name not in EARLY, name != "tcp_control", name != "docs_followed", name == "wire"
+    """What waits long first; then the control that wants silent devices; last those that share a library."""
+    return name not in EARLY, name != "tcp_control", name != "docs_followed", name in PRELOADED
 
 
 def settings(given: Given, **more: Any) -> MooncakeSettings:
@@ -161,7 +161,6 @@ def wrong_settings(given: Given) -> Facts:
 @case
 def memlock(given: Given) -> Facts:
     """As a user who may lock little: too little to open a store, then too little to register a pool."""
-    load_native()  # this user's files are not the other's
     memory = HostMemory(PoolSpec("kv", (Part("k", "uint8", 1 << 20),)), 64)
     hard = 40 << 20
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, hard))
@@ -258,8 +257,8 @@ def _there_and_back(
 
 @case
 def mover_mha(given: Given) -> Facts:
-    """With every setting that differs from Mooncake's own choice and that the peer need not share."""
-    told = StoreOverrides(gid_index=0, traffic_class=106, service_level=3, local_hostname="127.0.0.1")
+    """With every setting; the MTU is more than the port has."""
+    told = StoreOverrides(gid_index=0, traffic_class=106, service_level=3, mtu=4096)
     return moved(given, "mha", overrides=told)
 
 
@@ -288,21 +287,12 @@ def devices_by_rank(given: Given) -> Facts:
 
 
 @case
-def doctor_well(_given: Given) -> Facts:
-    """The command, with every setting, on a device that is well."""
-    arguments = ["--devices", "rxe0", "--gid-index", "1", "--mtu", "4096"]
-    arguments += ["--traffic-class", "106", "--service-level", "3"]
+def doctor_settings(_given: Given) -> Facts:
+    """Every setting other than Mooncake's own choice."""
+    told = RdmaSettings("rxe0", gid_index=0, traffic_class=106, service_level=3, mtu=512)
     with rxe.noting("doctor") as file:
-        facts = doctor(*arguments)
-        return facts | {"noted": rxe.Noted(file).queue_pairs}
-
-
-@case
-def doctor_other_settings(_given: Given) -> Facts:
-    """Another GID and MTU: what Mooncake does with them."""
-    with rxe.noting("other") as file:
-        found = [f.to_json() for f in RdmaCheck(RdmaSettings("rxe0", gid_index=0, mtu=512)).findings()]
-        return {"findings": found, "noted": rxe.Noted(file).queue_pairs}
+        findings = [f.to_json() for f in RdmaCheck(told).findings()]
+        return {"findings": findings, "noted": rxe.Noted(file).queue_pairs}
 
 
 @case
@@ -314,18 +304,6 @@ def doctor_wrong(_given: Given) -> Facts:
         "rank": RdmaSettings("tp3=rxe0"),
     }
     return {name: [f.to_json() for f in RdmaCheck(told).findings()] for name, told in wrong.items()}
-
-
-def doctor(*arguments: str) -> Facts:
-    sys.argv = ["caketin", "doctor", "--json", "--rdma", "--store-bytes", str(64 << 20), *arguments]
-    said = io.StringIO()
-    code = 0
-    with contextlib.redirect_stdout(said):
-        try:
-            caketin()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    return {"code": code, **json.loads(said.getvalue())}
 
 
 @case

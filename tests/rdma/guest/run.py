@@ -42,7 +42,7 @@ def main() -> None:
     if "wire" in job["cases"]:
         start_master(WIRE_MASTER, WIRE_MASTER_HTTP)
     say("importing")
-    # Not Mooncake, which reads its environment when it is loaded.
+    from dataplane.mooncake_native import load_native
     from tests.rdma.guest import cases
 
     say("imported")
@@ -56,6 +56,8 @@ def main() -> None:
         alone = [name for name, _ in running.values() if name not in cases.LONG]
         if waiting and (waiting[0] in cases.EARLY or not alone):
             name = waiting.pop(0)
+            if name in cases.PRELOADED:
+                load_native()
             running[start(cases.CASES[name], name, given)] = (name, time.monotonic())
         reap(running)
 
