@@ -6,7 +6,8 @@ Needs SGLang and torch, and without them says so and ends well. It starts a stac
 Mooncake master with a storage node, the control plane) and drives both backends through the calls of
 SGLang's controller: one `batch_exists_v2` for all pages, then KV and its derived pools in batches of 128,
 then the window. Ours checks and leases in the store what the index promises; that is in its times. Pairs of
-one measurement alternate, so that a busy machine slows both alike; ratios are medians of the pairs' ratios.
+one measurement alternate, so that a busy machine slows both alike; ratios are medians of the pairs' ratios,
+beside them their quartiles.
 """
 
 from __future__ import annotations
@@ -211,10 +212,15 @@ def measure(kind: str, pages: int, peers: list[Peer], work: Work, repeats: int) 
         peers[1].backend.store.remove_by_regex(".*" + kind + ".*")
     medians = {k: {n: statistics.median(v) for n, v in by.items()} for k, by in seconds.items()}
     ratios = {
-        k: statistics.median(theirs / ours for ours, theirs in zip(by["caketin"], by["sglang"], strict=True))
+        k: quartiles([theirs / ours for ours, theirs in zip(by["caketin"], by["sglang"], strict=True)])
         for k, by in seconds.items()
     }
     return {"set": kind, "pages": pages, "bytes": work.bytes, "seconds": medians, "times_faster": ratios}
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Return the first quartile, the median and the third."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
 
 
 def _all_keys(backend: Any, keys: list[str]) -> list[str]:
@@ -226,13 +232,13 @@ def _all_keys(backend: Any, keys: list[str]) -> list[str]:
 def line(row: dict[str, Any]) -> str:
     s, r = row["seconds"], row["times_faster"]
     cells = [f"{row['set']:>5} {row['pages']:>6}"]
-    cells += [
-        f"{s[what]['caketin'] * 1e3:7.2f} {s[what]['sglang'] * 1e3:7.2f} {r[what]:6.2f}"
-        for what in ("hit", "miss")
-    ]
-    for what in ("set", "get"):
-        speed = {n: row["bytes"] / t / 1e9 for n, t in s[what].items()}
-        cells.append(f"{speed['caketin']:7.2f} {speed['sglang']:7.2f} {r[what]:6.2f}")
+    for what in ("hit", "miss", "set", "get"):
+        if what in {"hit", "miss"}:
+            of = {n: t * 1e3 for n, t in s[what].items()}
+        else:
+            of = {n: row["bytes"] / t / 1e9 for n, t in s[what].items()}
+        low, middle, high = r[what]
+        cells.append(f"{of['caketin']:6.2f} {of['sglang']:6.2f} {middle:5.2f} [{low:4.2f} {high:4.2f}]")
     return " | ".join(cells)
 
 
@@ -255,10 +261,9 @@ def main() -> int:
     get_parallel().override_permanently(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_dcp_rank=0)
     with Stack(settings) as stack:
         assert stack.mooncake is not None
-        print(
-            "             |  lookup, all hit, ms  | lookup, all miss, ms  |      set, GB/s        | get, GB/s"
-        )
-        print("  set  pages | caketin sglang  times | caketin sglang  times | caketin sglang  times | ...")
+        heads = ("lookup, all hit, ms", "lookup, all miss, ms", "set, GB/s", "get, GB/s")
+        print("             | " + " | ".join(f"{h:<31}" for h in heads))
+        print("  set  pages | " + " | ".join(["caketin sglang times [quartiles]"] * 4))
         for kind in told.sets.split(","):
             for pages in sizes:
                 pools = pools_of(kind, pages)
