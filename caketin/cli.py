@@ -23,6 +23,7 @@ _COMMANDS: Final = {
     "ls": ("caketin.commands.ls", "ls"),
     "storage-node": ("caketin.commands.storage_node", "storage_node"),
     "mooncake-master": ("caketin.commands.storage_node", "mooncake_master"),
+    "size": ("caketin.commands.size", "size"),
     "token": ("caketin.commands.token", "app"),
 }
 """Name -> module and function, or the typer application of a command that has commands of its own."""
