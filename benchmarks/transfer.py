@@ -167,11 +167,11 @@ def main() -> None:
     loads, why = MooncakeStore.available()
     if not loads:
         raise SystemExit(f"Mooncake does not load: {why}")
-    cases = [Case("DeepSeek V4, 512 pages", DEEPSEEK_V4, 512), Case("MHA 1 MiB pages, 256", MHA, 256)]
+    cases = [Case("DeepSeek V4, 512 pages", DEEPSEEK_V4, 512), Case("MHA 1 MiB pages, 512", MHA, 512)]
     if not chosen.small:
         cases += [
             Case("DeepSeek V4, 2048 pages", DEEPSEEK_V4, 2048),
-            Case("MHA 1 MiB pages, 1024", MHA, 1024),
+            Case("MHA 1 MiB pages, 2048", MHA, 2048),
         ]
     rows = []
     with (

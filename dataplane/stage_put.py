@@ -1,14 +1,21 @@
-"""Puts the objects of a stage and believes only what the store confirms (O3)."""
+"""Puts the objects of a stage and believes only what the store confirms (O3).
+
+The store is asked before and after. Before: what is there, and of the right size, is not moved again; what is
+of another size is removed by its key, since a put keeps it and says "stored". After: one existence query over
+all objects, since a put that met another writer may never come to exist. Sizes are asked of objects that were
+there before only: asked of all, they cost Mooncake twenty times the existence query. What another writer
+of the same key leaves in between has the size that the pool id in the key stands for, or the read finds out.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataplane.object_store import ObjectBuffers, ObjectStore, StoreCode, describe_failures
+from dataplane.object_store import ObjectStore, StoreCode, describe_failures
 from dataplane.stage_batch import StageBatch
 
 log = logging.getLogger(__name__)
@@ -28,23 +35,36 @@ def put_confirmed(
     Returns:
         The last that `note` was told, int8 (objects,).
     """
-    codes = _put(store, batch.keys, batch.buffers, batch.groups)
-    note(codes)
-    wrong = np.flatnonzero(codes == StoreCode.SIZE_MISMATCH)
-    if wrong.size:
-        # Somebody's object of another size sits under our key: it is worth nothing to anybody.
-        log.warning("removing objects of a wrong size: %s", describe_failures(batch.keys, codes))
-        bad = [batch.keys[i] for i in wrong.tolist()]
-        store.remove(bad)
-        codes[wrong] = _put(store, bad, batch.buffers[wrong], [batch.groups[i] for i in wrong.tolist()])
+    codes = _there_already(store, batch)
+    if (codes == StoreCode.OK).any():
         note(codes)
+    absent = np.flatnonzero(codes != StoreCode.OK)
+    if absent.size:
+        all_of_it = absent.size == len(batch.keys)
+        keys = batch.keys if all_of_it else [batch.keys[i] for i in absent.tolist()]
+        groups = batch.groups if all_of_it else [batch.groups[i] for i in absent.tolist()]
+        codes[absent] = store.put(keys, batch.buffers if all_of_it else batch.buffers[absent], groups)
+    held = np.flatnonzero(codes == StoreCode.OK)
+    if held.size:
+        there = store.exists(batch.keys if held.size == len(batch.keys) else [batch.keys[i] for i in held])
+        codes[held[~there]] = StoreCode.UNCONFIRMED
+    note(codes)
     if codes.any():
         log.warning("not everything was stored: %s", describe_failures(batch.keys, codes))
     return codes
 
 
-def _put(
-    store: ObjectStore, keys: Sequence[str], buffers: ObjectBuffers, groups: Sequence[str]
-) -> NDArray[np.int8]:
-    codes = store.put(keys, buffers, groups)
-    return np.where(codes == StoreCode.OK, store.confirm(keys, buffers.sizes), codes)
+def _there_already(store: ObjectStore, batch: StageBatch) -> NDArray[np.int8]:
+    """Return `OK` for objects that are there and of the right size, else `UNCONFIRMED`, int8 (objects,)."""
+    codes = np.full(len(batch.keys), StoreCode.UNCONFIRMED, np.int8)
+    there = np.flatnonzero(store.exists(batch.keys))
+    if there.size:
+        keys = [batch.keys[i] for i in there.tolist()]
+        codes[there] = store.confirm(keys, batch.buffers.sizes[there])
+    wrong = np.flatnonzero(codes == StoreCode.SIZE_MISMATCH)
+    if wrong.size:
+        # Somebody's object of another size sits under our key: it is worth nothing to anybody.
+        log.warning("removing objects of a wrong size: %s", describe_failures(batch.keys, codes))
+        store.remove([batch.keys[i] for i in wrong.tolist()])
+        codes[wrong] = StoreCode.UNCONFIRMED
+    return codes

@@ -159,6 +159,9 @@ class FaultyStore:
     def exists(self, keys: Sequence[str], *, renew: bool = True) -> np.ndarray:
         self._note("exists" if renew else "peek", keys)
         there = self.real.exists(keys, renew=renew)
+        told = [self.on_confirm.get(key, StoreCode.OK) == StoreCode.OK for key in keys]
+        there &= np.array(told, dtype=np.bool_)
+        self.confirmed |= {k for k, yes in zip(keys, there.tolist(), strict=True) if yes}
         self._answered(there)
         return there
 
