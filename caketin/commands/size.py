@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import ssl
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -108,7 +109,11 @@ def _registered(url: str, namespace: str, token: str | None) -> float:
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
     try:
         answer = httpx.get(
-            f"{url}/v1/namespaces/{namespace}", headers=headers, timeout=_SECONDS, trust_env=False
+            f"{url}/v1/namespaces/{namespace}",
+            headers=headers,
+            timeout=_SECONDS,
+            trust_env=False,
+            verify=ssl.create_default_context(),  # with SSL_CERT_FILE, which httpx alone ignores here
         )
         told = answer.json()
         if answer.status_code != httpx.codes.OK:

@@ -27,6 +27,8 @@ REPO = Path(__file__).resolve().parent.parent.parent
 SUITE = "bookworm"
 MIRROR = "http://deb." + "debian.org/debian"
 STEP_SECONDS = 420
+KEPT_LAYERS = 60
+"""Two walks of both images, so that two that run at once leave each other theirs."""
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -123,6 +125,7 @@ class ImageWalk:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         self._cache = Path(base) / "caketin" / "image-walk"
         self._cache.mkdir(parents=True, exist_ok=True)
+        self._forget_old_layers()
         self._walk_all = os.environ.get("CAKETIN_FULL") == "1"
         self._walked: set[str] = set()
 
@@ -171,8 +174,15 @@ class ImageWalk:
             shutil.rmtree(made.with_name(made.name + ".work"), ignore_errors=True)
             made.rename(layer)
         self._walked.add(key)
+        os.utime(layer)
         image.layers.append(layer)
         return key
+
+    def _forget_old_layers(self) -> None:
+        """Keep what the last walks used: each change of the sources makes some hundred megabytes anew."""
+        layers = [p for p in self._cache.iterdir() if not p.name.startswith("debian-")]
+        for old in sorted(layers, key=lambda p: p.stat().st_mtime)[:-KEPT_LAYERS]:
+            shutil.rmtree(old, ignore_errors=True)
 
     def _do(self, image: Image, step: Instruction, environment: dict[str, str], into: Path) -> None:
         if step.word == "RUN":

@@ -92,10 +92,11 @@ def _probe(c: dict[str, Any], pod: dict[str, Any]) -> dict[str, Any]:
     if "exec" in probe:
         test = ["CMD", *probe["exec"]["command"]]
     else:
+        scheme = probe["httpGet"].get("scheme", "HTTP").lower()
         ports = {p["name"]: p["containerPort"] for p in c["ports"]}
         get = probe["httpGet"]
-        url = f"http://127.0.0.1:{ports[get['port']]}{get['path']}"
-        test = ["CMD", "curl", "-fsS", "-m", "5", url]
+        url = f"{scheme}://127.0.0.1:{ports[get['port']]}{get['path']}"
+        test = ["CMD", "curl", "-fsSk", "-m", "5", url]  # a kubelet trusts any certificate
     limit = start["periodSeconds"] * start["failureThreshold"]
     return {
         "test": test,
@@ -142,5 +143,7 @@ def _volumes(
 def _files(rendered: Rendered, volume: dict[str, Any]) -> tuple[dict[str, str], int]:
     if "secret" in volume:
         secret = volume["secret"]
-        return rendered.one("Secret", secret["secretName"])["stringData"], secret["defaultMode"]
+        files = rendered.one("Secret", secret["secretName"])["stringData"]
+        chosen = {i["key"]: i["path"] for i in secret.get("items", [])} or {k: k for k in files}
+        return {path: files[key] for key, path in chosen.items()}, secret.get("defaultMode", 0o644)
     return rendered.one("ConfigMap", volume["configMap"]["name"])["data"], 0o644

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helm.chart import render
+from tests.helm.chart import Rendered, render
 from tests.helm.compose import Project
 from tests.helm.image_walk import ImageWalk, needs_root
 from tests.helm.kubelet import pods_as_services
@@ -25,23 +26,28 @@ PODS = ["redis", "mooncake-master", "mooncake-storage-0", "mooncake-storage-1", 
 TEST = ("doctor", "replay")
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+@contextlib.contextmanager
+def running(rendered: Rendered, folder: Path, pods: list[str]) -> Iterator[Project]:
     needs_root()
-    folder = tmp_path_factory.mktemp("pods")
     # Their users read their files through it.
     for above in (folder, *list(folder.parents)[:2]):
         above.chmod(0o755)
-    order = [*PODS, *TEST]
-    compose = pods_as_services(render(VALUES), folder, lambda name: f"10.88.0.{order.index(name) + 2}")
+    order = [*pods, *TEST]
+    compose = pods_as_services(rendered, folder, lambda name: f"10.88.0.{order.index(name) + 2}")
     started = Project(ImageWalk(), folder, compose, later=TEST)
     try:
-        started.up(PODS)
+        started.up(pods)
         for pod in started.running.values():
             pod.wait_healthy()
         yield started
     finally:
         started.down()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    with running(render(VALUES), tmp_path_factory.mktemp("pods"), PODS) as started:
+        yield started
 
 
 def status(project: Project, pod: str) -> dict[str, str]:
@@ -67,6 +73,24 @@ def test_helm_test_passes(cluster: Project) -> None:
         run = cluster.start(container)
         assert run.child.process.wait(120) == 0, run.child.tail()
     assert "wrong bytes" in run.child.log.read_text()
+
+
+def test_helm_test_passes_over_tls_with_a_certificate_of_a_private_authority(tmp_path: Path) -> None:
+    import trustme
+
+    authority = trustme.CA()
+    certificate = authority.issue_cert("caketin-api.ml.svc")
+    secret = {
+        "tls.crt": certificate.cert_chain_pems[0].bytes().decode(),
+        "tls.key": certificate.private_key_pem.bytes().decode(),
+        "ca.crt": authority.cert_pem.bytes().decode(),
+    }
+    rendered = render(VALUES | {"tls": {"enabled": True, "existingSecret": "tls"}})
+    rendered.objects.append({"kind": "Secret", "metadata": {"name": "tls"}, "stringData": secret})
+    with running(rendered, tmp_path, PODS) as started:
+        for container in TEST:
+            run = started.start(container)
+            assert run.child.process.wait(120) == 0, run.child.tail()
 
 
 def test_the_programs_are_process_one_and_hear_when_they_are_told_to_end(cluster: Project) -> None:
