@@ -66,8 +66,8 @@ class PageReads:
                 self._lose(joined, batch, codes)
         except CaketinError as error:
             log.warning("a read failed: %s", error)
-        for pages in known.values():
-            self._promises.read(pages.page_hashes)
+        for name, pages in known.items():
+            self._promises.read(name, pages.page_hashes)
         return read
 
     def _get(self, joined: Joined, batch: StageBatch) -> NDArray[np.int8]:

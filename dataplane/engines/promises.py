@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,6 +22,7 @@ class _Promise:
     page_hashes: PageHashes
     generation: bytes
     keys: list[str]
+    windows: dict[str, list[str]]
     made_at: float
     leased_at: float
     place: dict[bytes, int] = field(default_factory=dict)
@@ -41,27 +42,33 @@ class Promises:
         self._lock = threading.Lock()
         self._promises: deque[_Promise] = deque(maxlen=_KEPT)
 
-    def add(self, page_hashes: PageHashes, generation: bytes, keys: list[str]) -> None:
+    def add(
+        self, page_hashes: PageHashes, generation: bytes, keys: list[str], windows: Mapping[str, list[str]]
+    ) -> None:
         """Note an answer.
 
         Args:
             page_hashes: pages of the lookup.
             generation: as it was answered, one byte a page.
             keys: one leased object a promised page, in order.
+            windows: pool name -> the leased objects of its window.
         """
         now = self._clock()
         with self._lock:
-            self._promises.append(_Promise(page_hashes, generation, keys, now, now))
+            self._promises.append(_Promise(page_hashes, generation, keys, dict(windows), now, now))
 
-    def read(self, page_hashes: PageHashes) -> None:
-        """Note a read: pages up to its last need no lease any more."""
+    def read(self, name: str, page_hashes: PageHashes) -> None:
+        """Note a read of a pool: pages up to its last need no lease any more, nor does the pool's window."""
         if not page_hashes:
             return
         last = page_hashes[-1]
         with self._lock:
             for promise in self._promises:
+                if not (promise.keys or promise.windows):
+                    continue
                 # A key's place is its page's: promised pages are a prefix of the lookup's.
-                if promise.keys and (at := _index(promise.page_hashes, last)) is not None:
+                if (at := _index(promise.page_hashes, last)) is not None:
+                    promise.windows.pop(name, None)
                     promise.keys = promise.keys if at + 1 < len(promise.keys) else []
 
     def generations(self, page_hashes: PageHashes) -> bytes | None:
@@ -82,16 +89,18 @@ class Promises:
         if store.lease_seconds is None:
             return
         now = self._clock()
-        due: list[_Promise] = []
+        due: list[list[str]] = []
         with self._lock:
             for promise in self._promises:
-                if promise.keys and now - promise.made_at > _KEEP_SECONDS:
-                    promise.keys = []
-                elif promise.keys and now - promise.leased_at >= store.lease_seconds / 3:
+                if now - promise.made_at > _KEEP_SECONDS:
+                    promise.keys, promise.windows = [], {}
+                if not (promise.keys or promise.windows):
+                    continue
+                if now - promise.leased_at >= store.lease_seconds / 3:
                     promise.leased_at = now
-                    due.append(promise)
-        for promise in due:
-            store.exists(promise.keys)
+                    due.append(promise.keys + [k for keys in promise.windows.values() for k in keys])
+        for keys in due:
+            store.exists(keys)
 
 
 def _index(page_hashes: PageHashes, page_hash: bytes) -> int | None:

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ if HERE:
 
         cpu_ops.install()  # before a test module imports SGLang
 
+    NUMBERS = itertools.count()
+    """One count for all planes: some share a Redis, where one name would be one namespace."""
+
     @dataclass
     class ControlPlane:
         """A control plane, and names that nobody else uses."""
@@ -53,11 +56,10 @@ if HERE:
         redis_url: str
         folder: Path
         master: str = ""
-        numbers: Any = field(default_factory=itertools.count)
 
         def extra(self, model: str | None = None, **more: Any) -> dict[str, Any]:
             """The extra config of an engine of its own, of a model of its own where none is named."""
-            number = next(self.numbers)
+            number = next(NUMBERS)
             return {
                 "backend_name": "caketin",
                 "module_path": "caketin.sglang",

@@ -19,6 +19,8 @@ from sglang.srt.server_args import ServerArgs
 
 from caketin.sglang import CaketinStorage
 from dataplane.engines import sglang_facts
+from dataplane.messages.control import PoolQuery
+from metadata.codec import PageHashes
 from metadata.errors import InvalidInput
 from tests.sglang.engines import PATIENCE, Engine, EngineSettings, until
 from tests.sglang.stored import Stored
@@ -158,6 +160,34 @@ def test_the_window_is_the_call_s(file_plane, sglang):
             placeholders = ["__placeholder__"] * pages
             window = PoolTransfer(PoolName.SWA, keys=placeholders, hit_policy=PoolHitPolicy.TRAILING_PAGES)
             assert backend.batch_exists_v2(wanted, [window]).restorable_prefix_pages == lengths
+
+
+def test_a_window_that_is_gone_is_not_promised_and_the_next_shorter_length_is(plane, sglang):
+    """Its page is there, and the index says that the window is too: the lookup looks for itself."""
+    kv, swa = mha_host(), mha_host(heads=1)
+    with Attached(config(plane), kv=kv, swa=swa) as backend:
+        wanted = keys(6)
+        put = PoolTransfer(PoolName.SWA, host_indices=rows(0, 1), keys=[wanted[2], wanted[5]])
+        assert backend.batch_set_v2([put])["swa"] == [True] * 2
+        assert all(backend.batch_set_v1(wanted, rows(0, 1, 2, 3, 4, 5)))
+        assert backend.flush(PATIENCE)
+        window = PoolTransfer(PoolName.SWA, keys=["x"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        assert backend.batch_exists_v2(wanted, [window]).restorable_prefix_pages == [3, 6]
+        joined = backend._link.joined
+        # One of the window's objects, not its first.
+        gone = joined.pools.bound["swa"].keys(joined.namespace_id, [bytes.fromhex(wanted[5])])[1]
+        assert joined.store.remove([gone]) == 1
+        found = backend.batch_exists_v2(wanted, [window])
+        assert (found.kv_hit_pages, found.restorable_prefix_pages) == (3, [3])
+        assert found.extra_pool_hit_pages == {"kv": 3, "swa": 3}
+        # The claim is cleared: the index says so itself now.
+        answer = backend._link.client.lookup(
+            joined.namespace_id,
+            PageHashes.from_hex(wanted),
+            pools={"swa": PoolQuery(window_pages=1)},
+            purpose="probe",
+        )
+        assert answer.restorable == [(3, 3)]
 
 
 def test_every_pool_and_page_that_is_asked_for_gets_a_boolean(file_plane, sglang):
