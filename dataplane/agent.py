@@ -150,12 +150,13 @@ class Agent:
         done = tier.host.publish(inside)
         del session.given[inside]
         new = np.logical_or.reduce([*done.published.values()])
-        tier.unsaved.update(given.page_hashes[i] for i in np.flatnonzero(new).tolist())
+        tier.unsaved.update({given.page_hashes[i]: False for i in np.flatnonzero(new).tolist()})
         started = None
         if request.backup:
             # Pages of another engine too, while nobody has stored them: what is acknowledged gets published.
             unsaved = [h for h in given.page_hashes if h in tier.unsaved]
             if unsaved:
+                tier.unsaved.update(dict.fromkeys(unsaved, True))
                 started = self._back_up(session, PageHashes.of(unsaved), given.pools, None)
         return messages.PublishResult(published=int(new.sum()), transfer_id=started)
 
@@ -196,8 +197,7 @@ class Agent:
             request.pools,
             request.lock,
         )
-        # A chain that contradicts what is known is refused now, not in an hour.
-        session.tier.host.match(hashes, parent=call.parent, pools=policies)
+        self._check_chain(session, call)
         record = Record(
             "prefetch",
             session,
@@ -281,6 +281,14 @@ class Agent:
                 tier.host.release(pinned.token)
             raise
 
+    @staticmethod
+    def _check_chain(session: Session, call: PrefetchCall) -> None:
+        """Refuse hashes that come twice or contradict what is known, while the caller is there to see why."""
+        host = session.tier.host
+        held = host.lock(session.session_id, call.hashes, parent=call.parent, length=0)
+        if held.token is not None:
+            host.release(held.token)
+
     def _ends_at(self, deadline_ms: int | None) -> float:
         longest = self.settings.transfer_seconds
         seconds = longest if deadline_ms is None else min(longest, deadline_ms / 1000)
@@ -294,12 +302,24 @@ class Agent:
         if self.draining:
             raise Draining("the agent is ending: nothing new is begun; open a session with the next one")
 
+    def _catch_up(self) -> None:
+        """Store what was published while the control plane had not been reached yet."""
+        for session in self.sessions:
+            attached, before = session.link.joined is not None, session.was_attached
+            session.was_attached = attached
+            if not attached or before or self.draining:
+                continue
+            waiting = [h for h, wanted in session.tier.unsaved.items() if wanted][:MAX_PAGES]
+            if waiting:
+                self._back_up(session, PageHashes.of(waiting), tuple(session.tier.specs), None)
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             try:
                 self.sessions.sweep()
                 self.transfers.sweep()
+                self._catch_up()
             except Exception:
                 log.exception("looking after the leases failed in a way that nobody foresaw")
 

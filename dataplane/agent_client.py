@@ -39,6 +39,8 @@ M = TypeVar("M", bound=Message)
 
 _WORDS_A_LEASE: Final = 4
 _WAIT_MS: Final = 10_000
+_ALLOCATION_SECONDS: Final = 300.0
+"""Touching hundreds of gigabytes takes the agent a while."""
 _ENDED: Final = frozenset({"done", "cancelled", "failed"})
 
 
@@ -174,7 +176,8 @@ class AgentClient:
 
     def open(self, request: messages.SessionRequest) -> AgentSession:
         """Open a session and map its pools."""
-        opened = self.call("POST", "/v1/sessions", request, messages.SessionResult)
+        path, told = "/v1/sessions", messages.SessionResult
+        opened = self.call("POST", path, request, told, wait_seconds=_ALLOCATION_SECONDS)
         return AgentSession(self, opened)
 
     def status(self) -> messages.AgentStatus:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataplane.host_memory import OutOfHostMemory
+from dataplane.memory_limits import memory_left
 from metadata.errors import CaketinError
 
 _TIERS: Final = "tiers"
@@ -150,6 +151,9 @@ class PoolFile:
             OutOfHostMemory: there is no room for it.
         """
         self.length = length
+        left = memory_left()
+        if length > left:
+            raise OutOfHostMemory(f"{length} bytes of memory are needed for pools and {left} are left")
         fd = os.open(path, _NEW_FILE, 0o600)
         try:
             os.fchmod(fd, mode)

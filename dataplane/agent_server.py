@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
 _LAST_ANSWERS_SECONDS: Final = 2
+_TCP_SECONDS: Final = 30.0
+_TCP_CONNECTIONS: Final = 64
 _KEEP_ALIVE_SECONDS: Final = 3600
 """A session lives as long as its connection, which therefore is not closed for being idle."""
 
@@ -172,6 +174,8 @@ def _server(config: Any, agent: Agent) -> Any:
 def _protocol(agent: Agent) -> type:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol  # noqa: PLC0415  extra server
 
+    over_tcp: set[int] = set()
+
     class PeerProtocol(HttpToolsProtocol):
         """Tells each request who its peer is, and the agent when a connection is gone."""
 
@@ -179,9 +183,16 @@ def _protocol(agent: Agent) -> type:
             super().connection_made(transport)
             self._peer = peer_of(transport.get_extra_info("socket"))
             self.app_state = {**self.app_state, PEER: self._peer}
+            if self._peer.uid is None:
+                # A scrape is short; whoever keeps a port of all machines open for longer is let go.
+                self.loop.call_later(_TCP_SECONDS, transport.abort)
+                over_tcp.add(self._peer.number)
+                if len(over_tcp) > _TCP_CONNECTIONS:
+                    transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
+            over_tcp.discard(self._peer.number)
             agent.sessions.connection_closed(self._peer.number)
 
     return PeerProtocol

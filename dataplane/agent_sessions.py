@@ -68,6 +68,7 @@ class Session:
         heard_at: of its last word.
         alone_since: when its last connection closed; None while there is one.
         running: transfers of it that have not returned.
+        was_attached: whether its rank was registered when that was looked at last.
         ended: whether it has.
     """
 
@@ -82,6 +83,7 @@ class Session:
     alone_since: float | None = None
     running: int = 0
     ended: bool = False
+    was_attached: bool = False
     _mover: tuple[Joined, PageMover] | None = None
 
     @property

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.file_space import EvictedShard, OnEvict
+from dataplane.file_store import FileStore
 from dataplane.messages.control import FileAccess, MooncakeAccess
 from dataplane.object_store import ObjectBuffers, ObjectStore, StoreCode, StoreError
 from dataplane.store_access import StoreOverrides, open_store
@@ -47,6 +49,11 @@ class StoreHealth:
 class _Shared:
     store: ObjectStore
     regions: dict[int, int] = field(default_factory=dict)
+    told: dict[str, OnEvict] = field(default_factory=dict)
+
+    def tell(self, evicted: Sequence[EvictedShard]) -> None:
+        for on_evict in list(self.told.values()):
+            on_evict(evicted)
 
 
 class SharedStores:
@@ -75,7 +82,7 @@ class SharedStores:
                     self.health.detail = str(error)
                     raise
                 self.health.kind, self.health.detail = found.store.kind, ""
-            return StoreView(self, found.store)
+            return StoreView(self, found.store, access.key_prefix)
 
     def register(self, store: ObjectStore, address: int, length: int) -> None:
         """Register memory with a store, once."""
@@ -84,6 +91,16 @@ class SharedStores:
             if regions.get(address) != length:
                 store.register(address, length)
                 regions[address] = length
+
+    def tell_evictions(self, store: ObjectStore, namespace: str, on_evict: OnEvict | None) -> None:
+        """Set who is told of what a store evicts of a namespace: the session of it that joined last."""
+        with self._lock:
+            shared = next(s for s in self._open.values() if s.store is store)
+            shared.told.pop(namespace, None)
+            if on_evict is not None:
+                shared.told[namespace] = on_evict
+            if isinstance(store, FileStore):
+                store.tell_evictions(shared.tell)
 
     def forget(self, first: int, end: int) -> None:
         """Unregister the memory from `first` to before `end` everywhere; no call may use it any more."""
@@ -132,9 +149,10 @@ class SharedStores:
 class StoreView:
     """Implements `object_store.ObjectStore` over a shared store; closing it leaves the store open."""
 
-    def __init__(self, shared: SharedStores, store: ObjectStore) -> None:
+    def __init__(self, shared: SharedStores, store: ObjectStore, namespace: str) -> None:
         self._shared = shared
         self._store = store
+        self._namespace = namespace
         self.kind = store.kind
         self.lease_seconds = store.lease_seconds
         self.max_region_bytes = store.max_region_bytes
@@ -142,6 +160,10 @@ class StoreView:
     def register(self, address: int, length: int) -> None:
         """See `ObjectStore.register`; nothing happens where another session did it."""
         self._shared.register(self._store, address, length)
+
+    def tell_evictions(self, on_evict: OnEvict | None) -> None:
+        """See `FileStore.tell_evictions`; other stores say nothing of what they evict."""
+        self._shared.tell_evictions(self._store, self._namespace, on_evict)
 
     def unregister(self, address: int) -> None:
         """Nothing: the memory is the tier's, which outlives sessions."""

@@ -64,7 +64,8 @@ class Tier:
         plan: its pools.
         host: what is resident.
         memory: where it lies.
-        unsaved: hashes of resident pages that no transfer has stored yet.
+        unsaved: resident pages that no transfer has stored yet, in the order of their publishing; whether
+            somebody wants them stored.
         busy: transfers that use the memory.
         evicted: pool -> pages that were evicted so far.
     """
@@ -76,7 +77,7 @@ class Tier:
         self.host = HostTier([p.spec for p in plan.pools], plan.capacities)
         self.specs = {p.spec.name: p.spec for p in plan.pools}
         self.mapped = frozenset(b.name for b in memory.bound if b.hosts)
-        self.unsaved: set[bytes] = set()
+        self.unsaved: dict[bytes, bool] = {}
         self.busy = 0
         self.evicted: dict[str, int] = {}
         self._tag = secrets.token_hex(3)
@@ -103,8 +104,8 @@ class Tier:
         """Count what was evicted; what is gone need not be stored any more."""
         for one in evicted:
             self.evicted[one.pool] = self.evicted.get(one.pool, 0) + len(one.page_hashes)
-            if self.unsaved:
-                self.unsaved.difference_update(one.page_hashes)
+            for page in one.page_hashes if self.unsaved else ():
+                self.unsaved.pop(page, None)
 
     def owner_of(self, pool: str) -> str:
         """Return the pool whose slots a pool has: itself, or what it derives from."""

@@ -250,7 +250,8 @@ class Transfers:
         state: State = "failed"
         try:
             await self._in_room(record, size, work)
-            state = "cancelled" if record.cancel.is_set() and not record.keeps_part else "done"
+            cut = record.cancel.is_set() and not record.keeps_part and not record.transfers_done
+            state = "cancelled" if cut else "done"
         except CaketinError as error:
             record.error = error.detail
             state = "cancelled" if record.cancel.is_set() else "failed"

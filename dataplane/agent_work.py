@@ -345,7 +345,8 @@ class BackUpWork:
         whole = np.logical_and.reduce([done.stored[n] | ~wanted[n] for n in wanted])
         there = np.logical_or.reduce([*wanted.values()])
         stored = np.flatnonzero(whole & there)
-        tier.unsaved.difference_update(self._hashes[i] for i in stored.tolist())
+        for i in stored.tolist():
+            tier.unsaved.pop(self._hashes[i], None)
         record.pages_done = {n: int(mask.sum()) for n, mask in done.stored.items()}
         record.transfers_done = done.transfers_done and bool(there.all())
         if done.error is not None:

@@ -6,12 +6,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 from dataplane.bound_pool import BoundPool
 from dataplane.control_client import ControlClient, ModelIdentity
 from dataplane.eviction_report import EvictionReport
-from dataplane.file_store import FileStore
+from dataplane.file_space import OnEvict
 from dataplane.host_fragments import ADDRESS_LIMIT
 from dataplane.host_pool import Region, registration_chunks
 from dataplane.messages.control import FileAccess, MooncakeAccess, RegisterResult
@@ -39,6 +39,14 @@ class IdentityMismatch(CaketinError):
     """
 
     code = "identity_mismatch"
+
+
+@runtime_checkable
+class TellsEvictions(Protocol):
+    """A store that says what it evicts: the file store, or a view of one."""
+
+    def tell_evictions(self, on_evict: OnEvict | None) -> None:
+        """Set who is told."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ class RankAttachment:
         namespace = _checked_identity(registration, self._model, owned)
         store = self._opened(registration.store)
         self._register_memory(store, pools)
-        if isinstance(store, FileStore):
+        if isinstance(store, TellsEvictions):
             store.tell_evictions(EvictionReport(self._client, registration.namespace_id, owned))
         mover = PageMover(store, self._client, registration.namespace_id, pools)
         _write_manifests(store, namespace, owned)
