@@ -23,7 +23,7 @@ from typing import Any
 RESULTS = Path("/results")
 REPO = Path(__file__).parents[3]
 CASE_SECONDS = 150.0
-DOCS_SECONDS = 420.0
+DOCS_SECONDS = 800.0
 MASTER = "127.0.0.1:50051"
 MASTER_HTTP = "127.0.0.1:9003"
 WIRE_MASTER = "192.168.77.1:50081"
