@@ -67,6 +67,7 @@ def test_deepseek_v4_on_a_device_that_registers_a_mebibyte_at_once(guest: Guest)
     read = facts["read"]
     assert read.pop("swa") == 1
     assert read == dict.fromkeys(("deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128"), 12)
+    assert facts["max_region_bytes"] == MIB, "the device says so"
     assert facts["refused"] == [], "the device was asked for more than it registers"
     assert max(n for _, n in facts["pools"]["swa"]["regions"]) > MIB
     assert_registered_without_cutting_a_page(facts, MIB)

@@ -182,7 +182,8 @@ def _build_noted_verbs(folder: Path) -> None:
         str(folder / NOTED_VERBS),
         str(source),
     ]
-    subprocess.run([*command, "-ldl"], check=True)
+    # Linked with what it stands before, so that it can be opened in its place.
+    subprocess.run([*command, "-l:libibverbs.so.1", "-ldl"], check=True)
 
 
 def _compile_python() -> None:

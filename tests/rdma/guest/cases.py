@@ -28,6 +28,7 @@ import numpy as np
 from caketin.doctor.rdma import RdmaCheck
 from caketin.replay.page_bytes import PageWriter
 from caketin.replay.pool_sets import rank_pools
+from dataplane import rdma_ports
 from dataplane.attach import attached
 from dataplane.bounce_store import BounceStore, StoreOverdue
 from dataplane.bound_pool import BoundPool
@@ -193,6 +194,8 @@ def moved(
     """Join as a rank, back up pages, look them up, prefetch them into other slots, compare."""
     own = rank_pools(pools, 200_000)
     pages = 12
+    if max_mr_size is not None:  # what asks the device for its limits asks the pretended one
+        rdma_ports._LIBRARY = str(run.RESULTS / "noted_verbs.so")  # type: ignore[misc]
     with rxe.noting(f"moved-{pools}", max_mr_size) as file:
         hosts = [HostMemory(p.spec, 2 * pages) for p in own]
         bound = [BoundPool(p, () if p.spec.logical else (m.pool,)) for p, m in zip(own, hosts, strict=True)]
@@ -203,7 +206,9 @@ def moved(
         with contextlib.closing(client), attached(client, model, bound, overrides) as joined:
             facts = _there_and_back(client, joined, own, hosts, hashes)
             facts["queue_pairs"] = rxe.queue_pairs(os.getpid())
+            most = joined.store.max_region_bytes
         noted = rxe.Noted(file)
+    facts["max_region_bytes"] = most
     facts["refused"] = noted.refused
     facts["noted"] = noted.queue_pairs
     facts["registered"] = noted.registered

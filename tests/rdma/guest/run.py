@@ -22,7 +22,7 @@ from typing import Any
 
 RESULTS = Path("/results")
 REPO = Path(__file__).parents[3]
-CASE_SECONDS = 150.0
+CASE_SECONDS = 300.0
 DOCS_SECONDS = 800.0
 MASTER = "127.0.0.1:50051"
 MASTER_HTTP = "127.0.0.1:9003"
