@@ -7,6 +7,8 @@ is not walked again (`CAKETIN_FULL=1` walks all of them); the layers are plain f
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import fnmatch
 import hashlib
 import os
@@ -14,7 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,13 +127,22 @@ class ImageWalk:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         self._cache = Path(base) / "caketin" / "image-walk"
         self._cache.mkdir(parents=True, exist_ok=True)
-        self._forget_old_layers()
+        with self._alone():
+            self._forget_old_layers()
         self._walk_all = os.environ.get("CAKETIN_FULL") == "1"
         self._walked: set[str] = set()
 
     def build(self, target: str) -> Image:
         """Return the image of a stage, walking what was not walked yet."""
-        return self._build(target)[0]
+        with self._alone():
+            return self._build(target)[0]
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the cache: two processes that walk the same step would take each other's half-made layer."""
+        with (self._cache / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _build(self, target: str) -> tuple[Image, str]:
         if target in self._built:
@@ -180,7 +191,7 @@ class ImageWalk:
 
     def _forget_old_layers(self) -> None:
         """Keep what the last walks used: each change of the sources makes some hundred megabytes anew."""
-        layers = [p for p in self._cache.iterdir() if not p.name.startswith("debian-")]
+        layers = [p for p in self._cache.iterdir() if p.is_dir() and not p.name.startswith("debian-")]
         for old in sorted(layers, key=lambda p: p.stat().st_mtime)[:-KEPT_LAYERS]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -229,7 +240,7 @@ class ImageWalk:
             return
         (source,) = sources
         assert source.startswith("/") and not place.endswith("/"), f"COPY {rest} is not understood here"
-        lower = ":".join(str(layer) for layer in reversed(self.build(source_image).layers))
+        lower = ":".join(str(layer) for layer in reversed(self._build(source_image)[0].layers))
         at.parent.mkdir(parents=True, exist_ok=True)
         script = (
             f'set -e; at=$(mktemp -d); mount -t tmpfs tmpfs "$at"; mkdir "$at/root" "$at/none"\n'
