@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = 6
@@ -63,7 +63,7 @@ class Ranks:
             assert process.stdin is not None
             process.stdin.write(line + "\n")
             process.stdin.flush()
-        said = [answers.get(timeout=240) for answers in self._answers]
+        said = [answers.get(timeout=540) for answers in self._answers]
         assert [s for s in said if "error" in s] == []
         return said
 
