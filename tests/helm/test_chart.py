@@ -8,7 +8,7 @@ import pytest
 
 from tests.helm.chart import CASES, CHART, NAMESPACE, RELEASE, Rendered, flipped, matrix, render, switches
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.timeout(300)]
 
 MATRIX = matrix()
 FOREIGN = {"monitoring.coreos.com/v1", "gateway.networking.k8s.io/v1"}

@@ -23,7 +23,7 @@ from dataplane.agent_settings import AgentSettings
 from dataplane.mooncake_node import MooncakeCluster
 from tests.helm.chart import CASES, CHART, render
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.timeout(300)]
 
 ALERTS = CHART / "files" / "alerts.yaml"
 DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helm.chart import CASES, RDMA, Rendered, matrix, render
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.timeout(300)]
 
 MATRIX = matrix()
 MAY_LOCK_MEMORY = {"agent", "storage"}

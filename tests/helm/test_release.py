@@ -12,7 +12,7 @@ import pytest
 from tests.helm.chart import CASES, CHART, NAMESPACE, render
 from tests.helm.kube_api import KubeApi
 
-pytestmark = pytest.mark.helm
+pytestmark = [pytest.mark.helm, pytest.mark.timeout(300)]
 
 
 class Cluster:
