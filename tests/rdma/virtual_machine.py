@@ -183,7 +183,7 @@ def _build_noted_verbs(folder: Path) -> None:
         str(source),
     ]
     # Linked with what it stands before, so that it can be opened in its place.
-    subprocess.run([*command, "-l:libibverbs.so.1", "-ldl"], check=True)
+    subprocess.run([*command, "-Wl,--no-as-needed", "-l:libibverbs.so.1", "-ldl"], check=True)
 
 
 def _compile_python() -> None:

@@ -195,7 +195,7 @@ def moved(
     own = rank_pools(pools, 200_000)
     pages = 12
     if max_mr_size is not None:  # what asks the device for its limits asks the pretended one
-        rdma_ports._LIBRARY = str(run.RESULTS / "noted_verbs.so")  # type: ignore[misc]
+        rdma_ports._LIBRARY = str(run.RESULTS / "noted_verbs.so")
     with rxe.noting(f"moved-{pools}", max_mr_size) as file:
         hosts = [HostMemory(p.spec, 2 * pages) for p in own]
         bound = [BoundPool(p, () if p.spec.logical else (m.pool,)) for p, m in zip(own, hosts, strict=True)]
