@@ -377,12 +377,12 @@ def killed_node(_given: Given) -> Facts:
     run.start_master(master, http)
     node = run.lend("killed-node", master, device)
     opened = MooncakeStore(settings({"master": master, "master_http": http}, devices=device))
-    returned: list[tuple[float, Any]] = []
+    returned: list[tuple[float, Any, int]] = []
     real = opened.get
 
     def noted_get(*arguments: Any) -> Any:
         codes = real(*arguments)
-        returned.append((time.monotonic(), codes.tolist()))
+        returned.append((time.monotonic(), codes.tolist(), bounced.quarantined))
         return codes
 
     opened.get = noted_get  # type: ignore[method-assign]
@@ -429,7 +429,7 @@ def killed_node(_given: Given) -> Facts:
     at_return = [memory.copy() for memory in lanes]
     facts["native_seconds"] = returned[0][0] - began if returned else None
     facts["native_codes"] = sorted(set(returned[0][1])) if returned else None
-    facts["quarantined_at_return"] = bounced.quarantined
+    facts["quarantined_at_return"] = returned[0][2] if returned else None
     facts["arrived_bytes"] = int(sum((memory != UNTOUCHED).sum() for memory in at_return))
     inside = [memory[: bench.source.size].reshape(bench.source.shape) for memory in at_return]
     facts["arrived_objects"] = max(int((i == bench.source).all(axis=1).sum()) for i in inside)
