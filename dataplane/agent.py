@@ -7,6 +7,7 @@ pages it fills and which it wants. This module is the calls; the server around i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Final
 import numpy as np
 from msgspec import UnsetType
 
-from dataplane.agent_errors import Draining
+from dataplane.agent_errors import Draining, RateLimited
 from dataplane.agent_files import SharedFolder
 from dataplane.agent_plan import Policies, call_policies, listed_slots, size_of
 from dataplane.agent_sessions import Given, Session, Sessions
@@ -27,13 +28,14 @@ from dataplane.agent_work import BackUpWork, PrefetchCall, PrefetchWork
 from dataplane.host_answers import Pinned, UnknownToken
 from dataplane.messages import agent as messages
 from metadata.codec import MAX_PAGES, PageHashes
-from metadata.errors import CaketinError, FieldError, InvalidInput, TooManyPages
+from metadata.errors import FieldError, InvalidInput, TooManyPages
 from metadata.page_runs import page_runs
 
 log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS: Final = 0.1
 _LEAVE_SECONDS: Final = 5.0
+_RETRY_SECONDS: Final = 5.0
 _MOST_WAIT_MS: Final = 30_000
 
 
@@ -157,7 +159,8 @@ class Agent:
             unsaved = [h for h in given.page_hashes if h in tier.unsaved]
             if unsaved:
                 tier.unsaved.update(dict.fromkeys(unsaved, True))
-                started = self._back_up(session, PageHashes.of(unsaved), given.pools, None)
+                with contextlib.suppress(RateLimited):  # then it is done when there is room, see `_catch_up`
+                    started = self._back_up(session, PageHashes.of(unsaved), given.pools, None)
         return messages.PublishResult(published=int(new.sum()), transfer_id=started)
 
     def unlock(self, token: str) -> None:
@@ -274,11 +277,11 @@ class Agent:
         pinned = tier.host.pin(hashes, pools=pools)
         record = Record("backup", session, self._ends_at(deadline_ms))
         work = BackUpWork(hashes, pinned, self.transfers, self.stores)
+        tier.backing_up += 1
         try:
-            return self.transfers.start(record, _size(tier, pinned), work.run)
-        except CaketinError:
-            if pinned.token is not None:
-                tier.host.release(pinned.token)
+            return self.transfers.start(record, _size(tier, pinned), work.run, lambda: work.let_go(tier))
+        except RateLimited:
+            work.let_go(tier)
             raise
 
     @staticmethod
@@ -303,15 +306,20 @@ class Agent:
             raise Draining("the agent is ending: nothing new is begun; open a session with the next one")
 
     def _catch_up(self) -> None:
-        """Store what was published while the control plane had not been reached yet."""
+        """Store what was published and could not be stored: nobody was there, or there was no room for it."""
+        now = time.monotonic()
         for session in self.sessions:
+            tier = session.tier
             attached, before = session.link.joined is not None, session.was_attached
             session.was_attached = attached
-            if not attached or before or self.draining:
+            due = not before or now - tier.stored_at >= _RETRY_SECONDS
+            if not attached or not due or tier.backing_up or self.draining:
                 continue
-            waiting = [h for h, wanted in session.tier.unsaved.items() if wanted][:MAX_PAGES]
+            tier.stored_at = now
+            waiting = [h for h, wanted in tier.unsaved.items() if wanted][:MAX_PAGES]
             if waiting:
-                self._back_up(session, PageHashes.of(waiting), tuple(session.tier.specs), None)
+                with contextlib.suppress(RateLimited):
+                    self._back_up(session, PageHashes.of(waiting), tuple(tier.specs), None)
 
     async def _sweep(self) -> None:
         while True:

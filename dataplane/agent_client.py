@@ -142,7 +142,7 @@ class MappedMemory:
 
 
 class AgentClient:
-    """A connection to the agent of this machine.
+    """A connection to the agent of this machine; `sessions` are those it has open.
 
     Errors of every call: `AgentAway` where no answer came, `AgentRefused` with the contract's code where the
     answer is a problem.
@@ -156,6 +156,7 @@ class AgentClient:
             seconds: how long an answer may take, beyond what a call itself waits.
         """
         self.socket = Path(socket)
+        self.sessions: set[AgentSession] = set()
         self._seconds = seconds
         limits = httpx.Limits(keepalive_expiry=None)
         self._http = httpx.Client(
@@ -171,7 +172,9 @@ class AgentClient:
         self.close()
 
     def close(self) -> None:
-        """Close all connections: the agent ends what sessions they had."""
+        """Close all connections, and the sessions that are still open."""
+        for session in list(self.sessions):
+            session.close()
         self._http.close()
 
     def open(self, request: messages.SessionRequest) -> AgentSession:
@@ -226,6 +229,7 @@ class AgentSession:
         self.session_id = opened.session_id
         self.ended = threading.Event()
         self._client = client
+        client.sessions.add(self)
         self._path = f"/v1/sessions/{opened.session_id}"
         self._closed = threading.Event()
         try:
@@ -249,6 +253,7 @@ class AgentSession:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._client.sessions.discard(self)
         with contextlib.suppress(AgentAway, AgentRefused):
             self._client.send("DELETE", self._path)
         for pool in getattr(self, "pools", {}).values():

@@ -147,6 +147,7 @@ def _server(config: Any, agent: Agent) -> Any:
         """Goes on serving while the agent drains, so that engines hear of it."""
 
         _told = False
+        _loop: asyncio.AbstractEventLoop | None = None
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self._told:
@@ -155,6 +156,9 @@ def _server(config: Any, agent: Agent) -> Any:
                 return
             self._told = True
             loop = self._loop
+            if loop is None:  # it has not even started
+                self.should_exit = True
+                return
             loop.call_soon_threadsafe(lambda: loop.create_task(self._drain()))
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -140,6 +140,7 @@ class Sessions:
         self._lives: dict[tuple[str, str], _Life] = {}
         self._opening = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
+        self._lingering: set[Session] = set()
         self.on_end: Callable[[Session], None] = lambda _session: None
 
     def __len__(self) -> int:
@@ -238,19 +239,25 @@ class Sessions:
             "session %s ended (%s): %d locks released, %d slots freed, %d reservations still in the store",
             *(session.session_id, why, len(left.locks), sum(left.freed.values()), len(left.quarantined)),
         )
-        if not session.running:
+        if session.running:
+            self._lingering.add(session)
+        else:
             self._leave(session)
 
     def returned(self, session: Session) -> None:
         """Note that a transfer of a session has come back from the store."""
         session.running -= 1
         if session.ended and not session.running:
+            self._lingering.discard(session)
             self._leave(session)
 
     async def end_all(self, seconds: float) -> None:
         """End all sessions and see their ranks off, within a time."""
         for session in list(self._open.values()):
             self.end(session, "the agent ends")
+        for session in self._lingering:  # nobody waits any more for what hangs in the store
+            self._leave(session)
+        self._lingering.clear()
         if self._closing:
             await asyncio.wait(self._closing, timeout=seconds)
 

@@ -67,6 +67,8 @@ class Tier:
         unsaved: resident pages that no transfer has stored yet, in the order of their publishing; whether
             somebody wants them stored.
         busy: transfers that use the memory.
+        backing_up: back-ups that were asked for and have not returned.
+        stored_at: when what is unsaved was last looked at, on the monotonic clock.
         evicted: pool -> pages that were evicted so far.
     """
 
@@ -79,6 +81,8 @@ class Tier:
         self.mapped = frozenset(b.name for b in memory.bound if b.hosts)
         self.unsaved: dict[bytes, bool] = {}
         self.busy = 0
+        self.backing_up = 0
+        self.stored_at = 0.0
         self.evicted: dict[str, int] = {}
         self._tag = secrets.token_hex(3)
 

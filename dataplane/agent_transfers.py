@@ -63,6 +63,7 @@ class Record:
         slots: of the longest of them.
         token: of the lock on it.
         error: what cut it short.
+        begun: whether its work was started.
         over: set once it has ended.
         ended_at: when that was.
     """
@@ -81,6 +82,7 @@ class Record:
     slots: dict[str, list[int]] = field(default_factory=dict)
     token: str | None = None
     error: str | None = None
+    begun: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
     ended_at: float = 0.0
 
@@ -123,13 +125,14 @@ class Transfers:
         self.hanging = 0
         self.ended: Counter[str] = Counter()
 
-    def start(self, record: Record, size: int, work: Work) -> str:
+    def start(self, record: Record, size: int, work: Work, unused: Callable[[], None] = lambda: None) -> str:
         """Begin a transfer; returns its id.
 
         Args:
             record: the transfer.
             size: most bytes that it moves.
             work: what it does.
+            unused: called where the work is never started.
 
         Raises:
             RateLimited: as many wait as may.
@@ -139,7 +142,7 @@ class Transfers:
             raise RateLimited(f"{waiting} transfers wait already: come again when one has ended")
         self._records[record.transfer_id] = record
         record.session.running += 1
-        task = asyncio.get_running_loop().create_task(self._run(record, size, work))
+        task = asyncio.get_running_loop().create_task(self._run(record, size, work, unused))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return record.transfer_id
@@ -246,7 +249,7 @@ class Transfers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, record: Record, size: int, work: Work) -> None:
+    async def _run(self, record: Record, size: int, work: Work, unused: Callable[[], None]) -> None:
         state: State = "failed"
         try:
             await self._in_room(record, size, work)
@@ -259,6 +262,8 @@ class Transfers:
             log.exception("a transfer failed in a way that nobody foresaw")
             record.error = "a fault of the agent; its log says more"
         finally:
+            if not record.begun:
+                unused()
             self._end(record, state)
 
     async def _in_room(self, record: Record, size: int, work: Work) -> None:
@@ -269,7 +274,7 @@ class Transfers:
             entering.cancel()
             raise TransferOverdue("other transfers took all of its time: it never began")
         try:
-            record.state = "running"
+            record.state, record.begun = "running", True
             await work(record)
         finally:
             self._room.leave(size)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,11 +31,13 @@ from dataplane.host_answers import NoSlots, Pinned, UnknownToken
 from dataplane.messages import control
 from dataplane.prefetch import Prefetched
 from metadata.codec import PageHashes
-from metadata.errors import CaketinError
+from metadata.errors import CaketinError, InvalidInput
 from metadata.pools import AllPages, TrailingPages
 
 log = logging.getLogger(__name__)
 
+_ATTEMPTS: Final = 4
+"""How many lengths are tried where slots are short; each looks at all pages of the call."""
 _SPARE_SHARE: Final = 2
 """One of so many slots that would stay free may take windows of shorter lengths."""
 
@@ -105,16 +106,15 @@ class PrefetchWork:
         Raises:
             TransferOverdue: the deadline passed, or a cancel, while a call was blocked.
             TransferCut: the session ended.
-            NoSlots: not a single promised page more has room.
         """
         promise = await self._lookup(record)
         _check_open(record)
         promised = promise.hit_pages if promise else 0
         reading = self._reserve(record, promise) if promise else None
-        restored, vouched = (promised, promised) if promise else (0, 0)
+        # Nothing to read is a promise kept; no room to read is none.
+        restored, vouched = promised, 0 if record.error else promised
         if reading is not None:
             done = await self._read(record, reading)
-            _check_open(record)
             vouched = self._attach(record, reading, done)
             restored = promised
             if done.error is not None:
@@ -157,7 +157,7 @@ class PrefetchWork:
         session, call = record.session, self._call
         tier = session.tier
         length = promise.hit_pages
-        while True:
+        for _ in range(_ATTEMPTS):
             found = tier.host.match(call.hashes, parent=call.parent, pools=call.policies)
             if length <= found.pages:
                 return None
@@ -184,10 +184,10 @@ class PrefetchWork:
                 )
             except NoSlots as error:
                 _release(tier, held.token)
+                record.error = error.detail
                 length = shorter_length(promise, min(length, _room(plan, error, call.policies) + 1))
                 if not length:
-                    record.error = error.detail
-                    raise
+                    return None
                 promise = part_of(promise, 0, length)
                 continue
             except BaseException:
@@ -195,6 +195,7 @@ class PrefetchWork:
                 raise
             tier.note_evicted(got.evicted)
             return _Reading(plan, got.token, held.token, tier.bytes_of(got.slots))
+        return None
 
     async def _read(self, record: Record, reading: _Reading) -> Prefetched:
         """Read; afterwards the slots are the tier's again.
@@ -246,14 +247,20 @@ class PrefetchWork:
 
     def _attach(self, record: Record, reading: _Reading, done: Prefetched) -> int:
         """Make what was read resident; return the length that the read says is restorable."""
-        host = record.session.tier.host
+        tier = record.session.tier
         filled = dict(done.read)
         anchors = [n for n in reading.plan.masks if n not in filled]
         read = np.zeros(reading.plan.stop - reading.plan.start, np.bool_)
         read[: done.pages] = True
         # Pools without bytes here (a logical anchor) are there where the others are.
-        host.publish(reading.token, filled | {n: read & reading.plan.masks[n] for n in anchors})
-        _release(record.session.tier, reading.hold)
+        filled |= {n: read & reading.plan.masks[n] for n in anchors}
+        try:
+            tier.host.publish(reading.token, filled)
+        except InvalidInput:  # somebody has named another parent of these pages meanwhile
+            tier.host.release(reading.token)
+            raise
+        finally:
+            _release(tier, reading.hold)
         complete = done.pages == reading.plan.stop - reading.plan.start
         return reading.plan.start + done.pages if complete or not reading.plan.start else 0
 
@@ -302,10 +309,9 @@ class BackUpWork:
         """
         session = record.session
         tier, mover = session.tier, session.mover()
-        free = self._unpin(tier)
         seconds = record.seconds_left * SOFT_SHARE
         if mover is None or seconds <= 0:
-            free()
+            self.let_go(tier)
             raise NotAttached("the control plane has not been reached yet: nothing is known of the store")
         slots = tier.bytes_of(self._pinned.slots)
 
@@ -323,7 +329,7 @@ class BackUpWork:
 
         def back() -> None:
             tier.busy -= 1
-            free()
+            self.let_go(tier)
 
         if in_time and failure is None and not future.result()[1]:
             back()
@@ -335,9 +341,10 @@ class BackUpWork:
             raise TransferOverdue(_overdue(record))
         self._note(record, future.result()[0])
 
-    def _unpin(self, tier: Tier) -> Callable[[], None]:
-        token = self._pinned.token
-        return lambda: _release(tier, token)
+    def let_go(self, tier: Tier) -> None:
+        """End the pins; once, also where the work was never begun."""
+        tier.backing_up -= 1
+        _release(tier, self._pinned.token)
 
     def _note(self, record: Record, done: BackedUp) -> None:
         tier = record.session.tier

@@ -283,6 +283,28 @@ def test_a_prefetch_reads_only_what_host_memory_lacks(client, cold, cold_agent):
         Engine(session, KV_SWA).check(pages, done.slots, 10)
 
 
+def test_a_prefetch_never_writes_a_page_that_is_resident(client):
+    """Its window has gone, so the last pages are read again, into slots of their own."""
+    with opened(client, KV_SWA, {"kv": 12, "swa": 2}) as session:
+        engine = Engine(session, KV_SWA)
+        pages = prompt("p", 4)
+        engine.publish(pages[:2])
+        engine.publish(pages[2:], parent=pages[1])
+        other = prompt("other", 2)
+        engine.publish(other)  # takes the slots of the window
+        found = session.slots(pages, pools=["kv"])
+        assert found.resident == [(0, 3)]
+        k = session.pools["kv"].part("k")
+        for slot in found.slots["kv"]:
+            k[slot, :4] = 0xEE
+        done = session.wait(session.prefetch(pages))
+        assert (done.restorable[-1][1], len(done.slots["swa"])) == (4, 2), done
+        assert done.slots["kv"] == found.slots["kv"]
+        assert all((k[slot, :4] == 0xEE).all() for slot in found.slots["kv"])
+        session.release(found.token)
+        session.release(done.token)
+
+
 def test_pages_in_mid_sequence_hang_below_their_parent(client, cold):
     request = session_request(KV_SWA, 32, model=secrets.token_hex(4))
     pages = prompt("p", 9)
