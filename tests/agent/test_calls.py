@@ -200,7 +200,9 @@ def test_what_is_resident_in_one_pool_only_is_said_by_pool(client):
 
 
 def test_a_token_is_good_once_and_only_for_its_session(client):
-    with opened(client, KV, 8) as one, opened(client, KV, 8, engine="engine-b") as two:
+    model = secrets.token_hex(4)
+    requests = [session_request(KV, 8, engine=e, model=model) for e in ("engine-a", "engine-b")]
+    with client.open(requests[0]) as one, client.open(requests[1]) as two:
         token = Engine(one, KV).fill(prompt("p", 2))
         for session, given in ((two, token), (one, "a-1"), (one, token + "0")):
             with pytest.raises(AgentRefused) as refused:
@@ -402,6 +404,31 @@ def test_ranks_are_registered_while_their_session_lasts(file_stack, client):
     wait_until(
         lambda: httpx.get(f"{file_stack.url}/v1/engines/seen-engine", trust_env=False).status_code == 404, 5
     )
+
+
+def test_memory_in_use_is_not_taken_and_memory_of_nobody_is(cold, cold_agent):
+    """Three quarters of the agent's 64 MiB: two such tiers do not fit, one after the other does."""
+    large = [PoolSpec("kv", (Part("page", "uint8", 1 << 20),))]
+    first = opened(cold, large, 48)
+    with pytest.raises(AgentRefused) as refused:
+        opened(cold, large, 48, engine="engine-b")
+    assert (refused.value.status, refused.value.errors[0].code) == (422, "out_of_memory")
+    Engine(first, large).publish(prompt("p", 3), backup=False)
+    first.close()
+    assert cold_agent.status().pools["kv"].resident >= 3, "an idle tier keeps its pages"
+    second = opened(cold, large, 48)
+    assert cold_agent.status().pools["kv"].resident == 0
+    second.close()
+
+
+def test_parts_are_torch_tensors_without_a_copy(client):
+    torch = pytest.importorskip("torch")
+    with opened(client, KV, 8) as session:
+        tensor = session.pools["kv"].tensor("page", torch.bfloat16)
+        assert tensor.shape == (8, 500)
+        tensor[3] = 1.5
+        again = session.pools["kv"].part("page")
+        assert again[3].tobytes() == tensor[3].view(torch.uint8).numpy().tobytes()
 
 
 def test_files_and_folders_are_this_users_alone(agent, client):
