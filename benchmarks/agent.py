@@ -45,6 +45,7 @@ DEEPSEEK_V4 = [
 ]
 MHA = [PoolSpec("kv", (Part("k", "bfloat16", 1 << 20), Part("v", "bfloat16", 1 << 20)))]
 TARGET = 0.95
+WINDOW_SLOTS = 8
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,12 @@ class AgentSide:
     def evict(self) -> None:
         """Have every slot given to pages that nobody asks for."""
         other = self.case.fresh()
-        self.session.publish(self.session.slots(other).token, backup=False)
+        self.session.publish(self.session.slots(other, pools=self.whole).token, backup=False)
+        if self.case.windows:
+            tail = other[-WINDOW_SLOTS:]
+            self.session.publish(
+                self.session.slots(tail, parent=other[-WINDOW_SLOTS - 1]).token, backup=False
+            )
         assert self.session.match(other, lock=False).pages == len(other)
 
     def get(self, hashes: PageHashes) -> float:
@@ -161,7 +167,7 @@ def measure(case: Case, stack: Stack, pairs: int) -> dict[str, object]:
         rank="dp0-pp0-cp0-tp0",
         incarnation=secrets.token_hex(16),
         namespace=NamespaceMessage(model="bench", revision=revision, page_size=256),
-        pools=[_agent_pool(p, case.pages) for p in pools],
+        pools=[_agent_pool(p, WINDOW_SLOTS if p.spec.name in case.windows else case.pages) for p in pools],
     )
     with (
         contextlib.closing(client),
@@ -199,13 +205,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--small", action="store_true", help="small cases, for a quick look")
     arguments = parser.parse_args()
-    pages = 32 if arguments.small else 256
+    pages = 64 if arguments.small else 512
     cases = [Case(f"DeepSeek V4, {pages} pages", DEEPSEEK_V4, pages), Case(f"MHA, {pages} pages", MHA, pages)]
     rows = []
     with tempfile.TemporaryDirectory(prefix="ct-") as folder:
         # Each case has a tier of its own; the first is dropped when the second needs the room.
         options = AgentOptions(max(_memory(c) for c in cases) + (1 << 20))
-        settings = StackSettings(Path(folder), None, "mooncake", 3 << 30, agent=options)
+        settings = StackSettings(Path(folder), None, "mooncake", 6 << 30, agent=options)
         with Stack(settings) as stack:
             for case in cases:
                 row = measure(case, stack, arguments.pairs)
@@ -222,7 +228,10 @@ def main() -> None:
 
 
 def _memory(case: Case) -> int:
-    return sum((s.bytes_per_page + 8192) * case.pages for s in case.specs)
+    return sum(
+        (s.bytes_per_page + 8192) * (WINDOW_SLOTS if s.name in case.windows else case.pages)
+        for s in case.specs
+    )
 
 
 if __name__ == "__main__":
