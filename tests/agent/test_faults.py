@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from caketin.stack import Stack
+from caketin.stack import Stack, StackSettings
 from dataplane.agent_client import AgentAway, AgentRefused
 from dataplane.child_process import free_port
 from tests.agent.world import KV_SWA, Engine, RunningAgent, prompt, session_request, wait_until
@@ -118,6 +118,37 @@ def test_a_frozen_node_makes_a_miss_in_time_and_its_late_answer_harms_nobody_smo
         engine.check(pages, again.slots, 8)
 
 
+@pytest.mark.timeout(300)
+def test_a_killed_node_makes_a_miss_in_time_and_its_slots_come_back_when_the_read_does(tmp_path, start_agent):
+    """Mooncake gives such a read up after a minute; until then nobody gets its slots."""
+    model = secrets.token_hex(4)
+    pages = prompt("p", 8)
+    with Stack(StackSettings(tmp_path, None, "mooncake", 64 << 20)) as stack:
+        warm, cold = start_agent(stack.url), start_agent(stack.url)
+        with warm.client() as client, client.open(session_request(KV_SWA, 16, model=model)) as session:
+            Engine(session, KV_SWA).publish(pages)
+        with cold.client() as client, client.open(session_request(KV_SWA, 12, model=model)) as session:
+            engine = Engine(session, KV_SWA)
+            stack.mooncake.kill_node()
+            start = time.monotonic()
+            done = session.wait(session.prefetch(pages, policy="timeout", deadline_ms=1000))
+            assert time.monotonic() - start < 6
+            assert (done.state, done.token, done.restorable) == ("failed", None, []), done
+            mine = prompt("mine", 4)
+            engine.publish(mine, backup=False)
+            blocked = cold.status()
+            if blocked.transfers.failed and blocked.pools["kv"].quarantined:
+                with pytest.raises(AgentRefused):
+                    session.slots(prompt("more", 9), pools=["kv"])
+            wait_until(lambda: cold.status().pools["kv"].quarantined == 0, 120, "the read came back")
+            rest = prompt("rest", 8)
+            engine.publish(rest, backup=False)
+            for kept in (mine, rest):
+                found = session.match(kept)
+                assert found.pages == len(kept)
+                engine.check(kept, found.slots, found.pages)
+
+
 def test_a_backup_to_a_frozen_node_keeps_its_pages_pinned_until_it_is_back(agent, mooncake_stack):
     with agent.client() as client:
         session = client.open(session_request(KV_SWA, 8, model=secrets.token_hex(4)))
@@ -213,8 +244,6 @@ def test_a_session_without_a_word_ends_and_its_slots_are_back(mooncake_stack, st
 
 
 def test_the_agent_works_without_a_control_plane_and_catches_up_once_it_is_there(tmp_path, start_agent):
-    from caketin.stack import StackSettings
-
     port = free_port()
     agent = start_agent(f"http://127.0.0.1:{port}", transfer_seconds=5)
     pages = prompt("p", 4)
