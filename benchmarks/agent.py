@@ -208,21 +208,21 @@ def main() -> None:
     pages = 64 if arguments.small else 512
     cases = [Case(f"DeepSeek V4, {pages} pages", DEEPSEEK_V4, pages), Case(f"MHA, {pages} pages", MHA, pages)]
     rows = []
-    with tempfile.TemporaryDirectory(prefix="ct-") as folder:
-        # Each case has a tier of its own; the first is dropped when the second needs the room.
-        options = AgentOptions(max(_memory(c) for c in cases) + (1 << 20))
-        settings = StackSettings(Path(folder), None, "mooncake", 6 << 30, agent=options)
-        with Stack(settings) as stack:
-            for case in cases:
+    for case in cases:
+        # A stack for each: what one case leaves in store and memory is no part of the next.
+        with tempfile.TemporaryDirectory(prefix="ct-") as folder:
+            options = AgentOptions(_memory(case) + (1 << 20))
+            with Stack(StackSettings(Path(folder), None, "mooncake", 6 << 30, agent=options)) as stack:
                 row = measure(case, stack, arguments.pairs)
-                rows.append(row)
-                for direction in ("put", "get"):
-                    told = row[direction]
-                    low, high = told["interval"]
-                    print(
-                        f"{case.name:24} {direction}: mover {told['mover_gbps']:6.2f} GB/s, agent "
-                        f"{told['agent_gbps']:6.2f} GB/s, ratio {told['ratio']:.3f} [{low:.3f}, {high:.3f}]"
-                    )
+        rows.append(row)
+        for direction in ("put", "get"):
+            told = row[direction]
+            low, high = told["interval"]
+            print(
+                f"{case.name:24} {direction}: mover {told['mover_gbps']:6.2f} GB/s, agent "
+                f"{told['agent_gbps']:6.2f} GB/s, ratio {told['ratio']:.3f} [{low:.3f}, {high:.3f}]",
+                flush=True,
+            )
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"target": TARGET, "rows": rows}, indent=2) + "\n")
 
