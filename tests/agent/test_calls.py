@@ -421,16 +421,6 @@ def test_memory_in_use_is_not_taken_and_memory_of_nobody_is(cold, cold_agent):
     second.close()
 
 
-def test_parts_are_torch_tensors_without_a_copy(client):
-    torch = pytest.importorskip("torch")
-    with opened(client, KV, 8) as session:
-        tensor = session.pools["kv"].tensor("page", torch.bfloat16)
-        assert tensor.shape == (8, 500)
-        tensor[3] = 1.5
-        again = session.pools["kv"].part("page")
-        assert again[3].tobytes() == tensor[3].view(torch.uint8).numpy().tobytes()
-
-
 def test_files_and_folders_are_this_users_alone(agent, client):
     with opened(client, KV_SWA, 8) as session:
         path = session.opened.pools["kv"].path

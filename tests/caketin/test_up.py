@@ -50,7 +50,7 @@ def test_a_signal_ends_everything_and_pages_and_claims_are_there_next_time(
     with up(tmp_path) as running:
         assert replayed(running, trace, tmp_path)["hit_pages"] == 8
         running.process.send_signal(number)
-        assert running.process.wait(20) == 0
+        assert running.process.wait(60) == 0
         assert not children_of(running)
         folder = running.folder
     with up(tmp_path, folder=folder) as again:
@@ -115,7 +115,7 @@ def test_a_part_that_dies_ends_all_with_the_end_of_its_log(tmp_path: Path, word:
     with up(tmp_path) as running:
         os.kill(child_with(running, word), signal.SIGKILL)
         # 2 where `up` itself had not seen all parts ready yet; the server answers a moment earlier.
-        assert running.process.wait(20) in {1, 2}
+        assert running.process.wait(60) in {1, 2}
         text = running.out.read_text()
         assert all(part in text for part in said)
         assert not children_of(running)
@@ -139,7 +139,7 @@ def test_a_redis_that_runs_already_is_used_and_left_running(tmp_path: Path, trac
             assert replayed(running, trace, tmp_path)["hit_pages"] == 8
             assert "valkey-server" not in children_of(running).values()
             running.process.send_signal(signal.SIGINT)
-            assert running.process.wait(20) == 0
+            assert running.process.wait(60) == 0
         assert redis.child.process.poll() is None
     finally:
         redis.stop()
