@@ -475,3 +475,17 @@ def test_a_rank_without_a_shard_of_the_anchor_stores_its_sidecar_at_once():
         slots = all_slots(["swa"], 2)
         world.fill(slots)
         assert world.mover.back_up(hashes_of(2), slots).transfers_done
+
+
+def test_what_is_there_is_claimed_and_not_moved_again():
+    with world_of(KV_SWA) as world:
+        slots = all_slots(world.names, 4)
+        world.fill(slots)
+        assert world.mover.back_up(hashes_of(4), slots).transfers_done
+        world.store.log.clear()
+        again = world.mover.back_up(hashes_of(4), slots)
+        assert again.transfers_done
+        assert not world.store.calls("put")
+        world.real.remove(world.keys("kv", 2))
+        assert world.mover.back_up(hashes_of(4), slots).transfers_done
+        assert {k for _, keys, _ in world.store.calls("put") for k in keys} == set(world.keys("kv", 2))
