@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -166,27 +167,27 @@ class Metrics:
     def lookup(self, purpose: str, tenant: str, found: LookupAnswer) -> None:
         """Count one lookup."""
         if found.degraded:
-            self.lookups.labels(purpose, "degraded").inc()
+            _child(self.lookups, purpose, "degraded").inc()
             return
         hit, queried = found.hit_pages, found.queried_pages
         outcome = "hit" if hit == queried else "partial" if hit else "miss"
-        self.lookups.labels(purpose, outcome).inc()
-        self.lookup_queried.labels(purpose).inc(queried)
-        self.lookup_hits.labels(purpose).inc(hit)
+        _child(self.lookups, purpose, outcome).inc()
+        _child(self.lookup_queried, purpose).inc(queried)
+        _child(self.lookup_hits, purpose).inc(hit)
         self.lookup_size.observe(queried)
         if found.miss is not None:
             pool = self.pool_label(found.miss.pool or "")
-            self.lookup_misses.labels(purpose, pool, found.miss.reason).inc()
+            _child(self.lookup_misses, purpose, pool, found.miss.reason).inc()
         if purpose == "prefetch":
             self._counted_lookup(_bounded(tenant, self._tenants, MAX_TENANT_LABELS), found)
 
     def _counted_lookup(self, tenant: str, found: LookupAnswer) -> None:
-        self.tenant_pages.labels(tenant, "queried").inc(found.queried_pages)
-        self.tenant_pages.labels(tenant, "hit").inc(found.hit_pages)
+        _child(self.tenant_pages, tenant, "queried").inc(found.queried_pages)
+        _child(self.tenant_pages, tenant, "hit").inc(found.hit_pages)
         for name, pages in found.pools.items():
             pool = self.pool_label(name)
-            self.pool_pages.labels(pool, "queried").inc(found.queried_pages)
-            self.pool_pages.labels(pool, "hit").inc(pages)
+            _child(self.pool_pages, pool, "queried").inc(found.queried_pages)
+            _child(self.pool_pages, pool, "hit").inc(pages)
 
     def commit(self, done: Committed) -> None:
         """Count one commit."""
@@ -230,6 +231,12 @@ class Metrics:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
         return generate_latest(registry)
+
+
+@lru_cache(maxsize=4096)
+def _child(metric: Counter, *labels: str) -> Counter:
+    """Return a counter with its labels bound; there are few such sets, and a lookup needs fourteen."""
+    return metric.labels(*labels)
 
 
 def _bounded(name: str, seen: set[str], most: int) -> str:

@@ -15,7 +15,6 @@ EXTRA_OF_MODULE: Final[dict[str, str]] = {
     "fastapi": "server",
     "uvicorn": "server",
     "uvloop": "server",
-    "httptools": "server",
     "starlette": "server",
     "pydantic": "server",
     "pydantic_settings": "server",

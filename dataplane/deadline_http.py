@@ -4,16 +4,13 @@ The time-outs of HTTP clients hold for one operation on the socket. A server tha
 then holds its caller for as long as it likes, header by header, and so does a host name with many addresses.
 Here the time-out of every operation on the socket is what is left until the exchange must end.
 
-A request is a few lines and its body, sent at once. Answers are read by the standard library: of the clients
-tried it takes the least time, and a lookup's answer is waited for by a scheduler.
+A request is a few lines and its body, sent at once, and answers are parsed by httptools: a lookup's answer is
+waited for by a scheduler, and of the ways tried this takes the least time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import io
-import queue
 import re
 import select
 import socket
@@ -23,9 +20,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final
 from urllib.parse import urlsplit
 
+import httptools
+
+from dataplane.name_resolver import NameResolver
 from metadata.errors import FieldError, InvalidInput
 
 MAX_ANSWER_BYTES: Final = 64 << 20
@@ -35,9 +35,10 @@ _KEEP_SECONDS: Final = 30.0
 _MAX_IDLE: Final = 16
 _READ_BYTES: Final = 64 << 10
 _PORTS: Final = {"http": 80, "https": 443}
+_MAX_HEAD_BYTES: Final = 64 << 10
+_FIRST_FINAL: Final = 200
+_WITHOUT_BODY: Final = frozenset({204, 304})
 _ONE_LINE: Final = re.compile(r"[\x21-\x7e]([\x20-\x7e]*[\x21-\x7e])?")
-
-_Address: TypeAlias = tuple[Any, ...]
 
 
 class NoAnswer(Exception):
@@ -140,7 +141,7 @@ class DeadlineHttp:
             InvalidInput: for a URL that is none.
         """
         self._server = _Server.of(url)
-        self._resolver = _Resolver()
+        self._resolver = NameResolver()
         self._lock = threading.Lock()
         self._idle: deque[tuple[float, _Connection]] = deque()
         self._busy: set[_Connection] = set()
@@ -169,14 +170,14 @@ class DeadlineHttp:
         try:
             connection = self._connection(deadline)
             try:
-                answer = connection.exchange(method, request, deadline)
+                answer = connection.exchange(request, deadline)
             except BaseException:
                 self._release(connection, good=False)
                 raise
             self._release(connection, good=connection.reusable)
         except TimeoutError as error:
             raise NoAnswer(f"no answer in time ({error})", before_answer=False) from error
-        except (http.client.HTTPException, OSError, ValueError) as error:
+        except (_NoHttp, OSError) as error:
             if self._closed:
                 raise NoAnswer("the client is closed", before_answer=False) from error
             raise NoAnswer(f"{type(error).__name__}: {error}", before_answer=not deadline.answered) from error
@@ -236,7 +237,7 @@ class DeadlineHttp:
 
     def _connect(self, deadline: Deadline) -> socket.socket:
         server = self._server
-        found = self._resolver.addresses(server.host, server.port, deadline)
+        found = self._resolver.addresses(server.host, server.port, deadline.left())
         for i, address in enumerate(found):
             # An address that swallows packets leaves time for those after it.
             seconds = deadline.left() / (len(found) - i)
@@ -267,36 +268,26 @@ class _Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._raw = _DeadlineReader(sock)
-        self._reader = _Reader(self._raw, _READ_BYTES)
         self.reusable = False
 
-    def exchange(self, method: str, request: bytes, deadline: Deadline) -> Answer:
+    def exchange(self, request: bytes, deadline: Deadline) -> Answer:
         """Send a request and read its answer.
 
         Raises:
             TimeoutError: at the deadline.
-            OSError, HTTPException: the connection failed, or what came is no answer.
+            OSError, _NoHttp: the connection failed, or what came is no answer.
         """
         self.reusable = False
-        self._raw.deadline = deadline
         self._socket.settimeout(deadline.left())  # holds for all of `sendall`
         self._socket.sendall(request)
-        # It asks for the socket's reading side, and uses nothing else of a socket.
-        response = http.client.HTTPResponse(self, method=method)  # type: ignore[arg-type]
-        try:
-            response.begin()
-            content = _content(response)
-        finally:
-            response.close()
-            self._raw.deadline = None
-        # What came beside the answer would be taken for the next one.
-        self.reusable = not response.will_close and not self._reader.peek(1)
-        return Answer(response.status, content)
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        """Return where an answer is read from."""
-        return self._reader
+        answer = _AnswerReader()
+        while not answer.complete:
+            self._socket.settimeout(deadline.left())
+            data = self._socket.recv(_READ_BYTES)
+            deadline.answered |= bool(data)
+            answer.feed(data)
+        self.reusable = answer.leaves_reusable
+        return Answer(answer.status, b"".join(answer.content))
 
     @property
     def is_readable(self) -> bool:
@@ -315,95 +306,82 @@ class _Connection:
         self._socket.close()
 
 
-def _content(response: http.client.HTTPResponse) -> bytes:
-    """Return the body of an answer.
-
-    Raises:
-        HTTPException: it is too long, or cut off.
-    """
-    if response.length is not None and response.length <= MAX_ANSWER_BYTES:
-        return response.read()
-    content = response.read(MAX_ANSWER_BYTES + 1) if response.length is None else b""
-    if response.length is not None or len(content) > MAX_ANSWER_BYTES:
-        raise http.client.HTTPException(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
-    return content
+class _NoHttp(Exception):
+    """What came is no answer, or one that is too long or cut off."""
 
 
-class _Reader(io.BufferedReader):
-    """What was read and not yet taken; outlives the answers that are read from it."""
-
-    def close(self) -> None:
-        """Stay open: the response closes what it reads from, the connection is kept."""
-
-
-class _DeadlineReader(io.RawIOBase):
-    """The reading side of a socket.
+class _AnswerReader:
+    """Reads one answer; httptools calls the methods that start with `on_`.
 
     Attributes:
-        deadline: of the exchange; None between two of them, when nothing is read.
+        status: of the answer.
+        content: its body in the pieces that came.
+        complete: whether the whole answer is there.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__()
-        self._socket = sock
-        self.deadline: Deadline | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        if self.deadline is None:
-            return None
-        self._socket.settimeout(self.deadline.left())
-        count = self._socket.recv_into(buffer)
-        self.deadline.answered |= count > 0
-        return count
-
-
-class _Resolver:
-    """Looks names up beside the caller: `getaddrinfo` has no time-out of its own."""
-
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: dict[tuple[str, int], list[queue.SimpleQueue[list[_Address] | OSError]]] = {}
+        self._parser = httptools.HttpResponseParser(self)
+        self._in_head = True
+        self._framed = False
+        self._kept = self._beyond = False
+        self._bytes = self._body_bytes = self._length = 0
+        self.status = 0
+        self.content: list[bytes] = []
+        self.complete = False
 
-    def addresses(self, host: str, port: int, deadline: Deadline) -> list[_Address]:
-        """Return the addresses of a host.
+    @property
+    def leaves_reusable(self) -> bool:
+        """Whether the next answer may come over the same connection."""
+        # What came beside this answer would be taken for the next one.
+        return self._kept and not self._beyond
+
+    def feed(self, data: bytes) -> None:
+        """Take what came; nothing means that the peer has ended the connection.
 
         Raises:
-            OSError: there are none.
-            TimeoutError: no answer until the deadline.
+            _NoHttp: it is no answer, or one that is too long or cut off.
         """
-        with contextlib.suppress(OSError):
-            return _addresses(host, port, socket.AI_NUMERICHOST)
-        mine: queue.SimpleQueue[list[_Address] | OSError] = queue.SimpleQueue()
-        with self._lock:
-            # One thread a name, however many callers wait: a resolver that hangs must not collect threads.
-            waiting = self._running.setdefault((host, port), [])
-            waiting.append(mine)
-            if len(waiting) == 1:
-                threading.Thread(target=self._resolve, args=(host, port), daemon=True).start()
+        if not data:
+            if self._in_head or self._framed:
+                raise _NoHttp("the answer was cut off" if self._bytes else "the connection was closed")
+            # Without a length the end of the connection is the end of the body.
+            self.complete = True
+            return
+        self._bytes += len(data)
         try:
-            found = mine.get(timeout=deadline.left())
-        except queue.Empty:
-            raise TimeoutError(f"{host} was not resolved in time") from None
-        if isinstance(found, OSError):
-            raise found
-        return found
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if not self.complete:
+                raise _NoHttp(f"the answer is no HTTP: {error}") from error
+            self._beyond = True
+        if self._in_head and self._bytes > _MAX_HEAD_BYTES:
+            raise _NoHttp(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
+        if max(self._length, self._body_bytes) > MAX_ANSWER_BYTES:
+            raise _NoHttp(f"the answer has more than {MAX_ANSWER_BYTES} bytes")
 
-    def _resolve(self, host: str, port: int) -> None:
-        found: list[_Address] | OSError
-        try:
-            found = _addresses(host, port, 0)
-        except OSError as error:
-            found = error
-        except UnicodeError as error:
-            found = OSError(str(error))
-        with self._lock:
-            waiting = self._running.pop((host, port))
-        for one in waiting:
-            one.put(found)
+    def on_message_begin(self) -> None:
+        self._beyond |= self.complete
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        field = name.lower()
+        if field == b"content-length" and not self.complete:
+            self._framed, self._length = True, int(value)  # the parser has seen that it is a number
+        elif field == b"transfer-encoding" and not self.complete:
+            self._framed = True
 
-def _addresses(host: str, port: int, flags: int) -> list[_Address]:
-    return [found[4] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        # An interim answer (100 Continue) is followed by the one that counts.
+        if status >= _FIRST_FINAL and not self.complete:
+            self.status, self._in_head = status, False
+            self._framed |= status in _WITHOUT_BODY
+
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self._body_bytes += len(body)
+            self.content.append(body)
+
+    def on_message_complete(self) -> None:
+        if not self._in_head and not self.complete:
+            self.complete = True
+            self._kept = bool(self._parser.should_keep_alive())

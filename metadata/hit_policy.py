@@ -21,7 +21,7 @@ Pure: values in, values out.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -126,26 +126,29 @@ def restorable(
     queried = _checked_pages(presence, policies)
     _check_prefix(prefix, policies, first_page)
 
-    gates: dict[str, PageMask] = {}
+    # Where a pool needs all pages a number says all; only windows need a mask.
+    leading: dict[str, int] = {}
+    windows: dict[str, PageMask] = {}
     alone: dict[str, int] = {}
     for name, policy in policies.items():
-        if isinstance(policy, BlockGroups):
-            leading = _first_absent(presence[name])
-            alone[name] = leading - leading % (policy.block * policy.group)
+        if isinstance(policy, TrailingPages):
+            windows[name] = _windows_complete(presence[name], policy.window_pages, prefix.get(name))
+            alone[name] = _longest(windows[name])
+        elif isinstance(policy, AllPages):
+            alone[name] = leading[name] = _first_absent(presence[name])
         else:
-            gates[name] = _gate(policy, presence[name], prefix.get(name))
-            alone[name] = _longest(gates[name])
+            whole = _first_absent(presence[name])
+            alone[name] = whole - whole % (policy.block * policy.group)
 
-    allowed = np.ones(queried, dtype=np.bool_)
-    for gate in gates.values():
-        allowed &= gate
-    hit = _longest(allowed)
+    reach = min(leading.values(), default=queried)
+    runs = _runs(reach, list(windows.values()))
+    hit = runs[-1][1] if runs else 0
     return Restorable(
         queried_pages=queried,
-        runs=tuple(page_runs(allowed, start=1)),
+        runs=runs,
         pools=alone,
         unchecked_window_pages=_unchecked(hit, policies, prefix, first_page) if hit else 0,
-        stop=_stop(hit, gates, presence) if hit < queried else None,
+        stop=_stop(hit, policies, presence, leading, windows) if hit < queried else None,
     )
 
 
@@ -207,11 +210,16 @@ def dead_end(
     return first if first < read else None
 
 
-def _gate(policy: AllPages | TrailingPages, pages: PageMask, prefix: PageMask | None) -> PageMask:
-    """Return which lengths the pool alone allows: entry i is length i + 1."""
-    if isinstance(policy, AllPages):
-        return np.logical_and.accumulate(pages)
-    return _windows_complete(pages, policy.window_pages, prefix)
+def _runs(reach: int, windows: Sequence[PageMask]) -> tuple[tuple[int, int], ...]:
+    """Return the lengths up to `reach` that all windows allow."""
+    if reach == 0:
+        return ()
+    if not windows:
+        return ((1, reach),)
+    allowed = windows[0][:reach]
+    for window in windows[1:]:
+        allowed = allowed & window[:reach]
+    return tuple(page_runs(allowed, start=1))
 
 
 def _windows_complete(pages: PageMask, window: int, prefix: PageMask | None) -> PageMask:
@@ -241,13 +249,25 @@ def _unchecked(
     return max(counts)
 
 
-def _stop(hit: int, gates: Mapping[str, PageMask], presence: Mapping[str, PageMask]) -> Stop:
-    name = next(name for name, gate in gates.items() if not gate[hit])
+def _stop(
+    hit: int,
+    policies: Mapping[str, HitPolicy],
+    presence: Mapping[str, PageMask],
+    leading: Mapping[str, int],
+    windows: Mapping[str, PageMask],
+) -> Stop:
+    """Return which pool forbids the length after `hit`."""
+    name = next(
+        name
+        for name in policies
+        if (name in leading and leading[name] <= hit) or (name in windows and not windows[name][hit])
+    )
     return Stop(hit, name, "window_incomplete" if presence[name][hit] else "absent")
 
 
 def _first_absent(pages: PageMask) -> int:
-    return pages.size if pages.all() else int(pages.argmin())
+    at = int(pages.argmin()) if pages.size else 0
+    return pages.size if pages.size == 0 or pages[at] else at
 
 
 def _longest(allowed: PageMask) -> int:

@@ -130,19 +130,17 @@ class PageIndex:
         # Most prompts that end early end at their first page: why comes along, not by a call of its own.
         beside = _loss_commands(namespace_id, page_hashes[0]) if total else []
         answers: list[Any] = []
+        presence = _presence(values[:0], pools)
         read = 0
         for size in _chunk_sizes(total):
             part, answered = await self._values(namespace_id, hashes[read : read + size], beside)
             values[read : read + size] = part
             answers, beside = answers or answered, []
             read += size
-            if (
-                read < total
-                and dead_end(_presence(values[:read], pools), policies, queried_pages=total) is not None
-            ):
+            presence = _presence(values[:read], pools)
+            # A dead end holds whatever comes after it, so what was not read need not be looked at.
+            if read < total and dead_end(presence, policies, queried_pages=total) is not None:
                 break
-        # A dead end holds whatever comes after it, so what was not read need not be looked at.
-        presence = _presence(values[:read], pools)
         prefix = None
         if prefix_hashes:
             before, _ = await self._values(namespace_id, page_wire.hash_rows(prefix_hashes))
@@ -312,7 +310,7 @@ def _chunk_sizes(total: int) -> Iterator[int]:
 
 
 def _presence(rows: NDArray[np.uint8], pools: Mapping[str, tuple[int, HitPolicy]]) -> dict[str, BoolArray]:
-    return {name: (rows[:, 1 + (bit >> 3)] >> (bit & 7) & 1).astype(bool) for name, (bit, _) in pools.items()}
+    return {name: (rows[:, 1 + (bit >> 3)] & (1 << (bit & 7))) != 0 for name, (bit, _) in pools.items()}
 
 
 def _by_signature(masks: Sequence[BoolArray]) -> Iterator[tuple[NDArray[np.int64], list[int]]]:

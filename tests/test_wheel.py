@@ -79,7 +79,7 @@ def test_the_base_install_brings_only_what_the_project_lists(base_python: Path, 
     # All that an engine's process gets with `pip install caketin`: a new name here is a decision. The
     # environment brings the first three, and anyio needs the fourth before Python 3.13.
     assert installed - {"pip", "setuptools", "wheel", "typing_extensions"} == {
-        *("caketin", "numpy", "msgspec", "tenacity"),
+        *("caketin", "numpy", "httptools", "msgspec", "tenacity"),
         *("httpx", "httpcore", "h11", "anyio", "certifi", "idna"),
     }
 

@@ -17,7 +17,7 @@ import pytest
 
 from api.settings import Settings, StoreSettings
 from caketin.embedded_redis import EmbeddedRedis
-from dataplane import deadline_http
+from dataplane import deadline_http, name_resolver
 from dataplane.child_process import free_port
 from dataplane.control_client import (
     ControlClient,
@@ -154,7 +154,7 @@ def test_a_resolver_that_hangs_is_given_up_at_the_deadline_and_has_one_thread(mo
         release.wait(20)
         raise socket.gaierror("gone")
 
-    monkeypatch.setattr(deadline_http.socket, "getaddrinfo", hanging)
+    monkeypatch.setattr(name_resolver.socket, "getaddrinfo", hanging)
     with client_of("http://control.invalid:1") as client:
         start = time.monotonic()
         for _ in range(3):
@@ -176,9 +176,9 @@ def test_a_name_is_resolved_and_every_address_of_it_is_tried(monkeypatch):
 
     with rude_server(talk) as server, client_of(f"http://localhost:{server.port}") as client:
         nobody = free_port()
-        real = deadline_http._addresses
+        real = name_resolver._addresses
         monkeypatch.setattr(
-            deadline_http,
+            name_resolver,
             "_addresses",
             lambda host, port, flags: (
                 real(host, port, flags) if flags else [("127.0.0.1", nobody), ("127.0.0.1", server.port)]
@@ -209,6 +209,10 @@ NO_ANSWER = {
     "a broken chunk": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     "headers without end": b"HTTP/1.1 200 OK\r\nx: " + b"y" * 300_000,
     "an answer cut off": GOOD[:-2],
+    "a chunk cut off": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nab",
+    "two lengths": GOOD.replace(b"content-type", b"content-length: 3\r\ncontent-type"),
+    "a negative length": b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+    "an upgrade": b"HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" + GOOD,
 }
 
 
@@ -502,3 +506,70 @@ def test_a_connection_with_bytes_beside_the_answer_is_not_used_again():
     with rude_server(conversation) as server, client_of(server.url) as client:
         assert [client.lookup(NS, hashes_of(1)).queried_pages for _ in range(3)] == [1, 1, 1]
         assert server.connections == 3
+
+
+WHOLE_ANSWERS = {
+    "with interim answers before it": (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 X\r\n\r\n" + GOOD, True),
+    "in chunks": (
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"".join(b"1\r\n%c\r\n" % byte for byte in msgspec.msgpack.encode(LOOKUP))
+        + b"0\r\n\r\n",
+        True,
+    ),
+    "without a length, ended by closing": (
+        b"HTTP/1.1 200 OK\r\n\r\n" + msgspec.msgpack.encode(LOOKUP),
+        False,
+    ),
+    "of HTTP/1.0": (GOOD.replace(b"HTTP/1.1", b"HTTP/1.0"), False),
+    "that says it closes": (GOOD.replace(b"content-type", b"connection: close\r\ncontent-type"), False),
+    "that says it closes and does not stop": (
+        GOOD.replace(b"content-type", b"connection: close\r\ncontent-type") + GOOD,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("form", WHOLE_ANSWERS)
+def test_every_form_of_a_whole_answer_is_read_and_its_connection_kept_or_not(form):
+    raw, kept = WHOLE_ANSWERS[form]
+
+    def conversation(sock, server):
+        while server.read_request(sock):
+            sock.sendall(raw)
+            if not kept:
+                return
+
+    with rude_server(conversation) as server, client_of(server.url, 5) as client:
+        for _ in range(3):
+            assert client.lookup(NS, hashes_of(1)).queried_pages == 1
+        assert server.connections == (1 if kept else 3)
+        assert len(server.requests) == 3, "nothing was asked twice"
+
+
+def test_a_peer_that_ends_a_tls_handshake_badly_is_the_control_plane_being_away():
+    with rude_server(lambda sock, server: sock.recv(1) and sock.sendall(b"220 no TLS here\r\n")) as server:
+        assert fails_in_time(f"https://127.0.0.1:{server.port}", "SSL") < CALL_SECONDS + SLACK
+
+
+def test_a_peer_that_never_answers_a_tls_handshake_is_given_up_at_the_deadline():
+    with rude_server(lambda sock, server: server.ending.wait(20)) as server:
+        url = f"https://127.0.0.1:{server.port}"
+        assert fails_in_time(url, "no answer in time") < CALL_SECONDS + SLACK
+
+
+def test_a_client_closed_while_it_connects_sends_nothing(monkeypatch):
+    """Between connecting and sending there is a moment in which nobody but `close` can act."""
+    with rude_server(lambda sock, server: server.read_request(sock)) as server:
+        http = DeadlineHttp(server.url)
+        connect = http._connect
+
+        def closed_meanwhile(deadline: Deadline) -> socket.socket:
+            sock = connect(deadline)
+            http.close()
+            return sock
+
+        monkeypatch.setattr(http, "_connect", closed_meanwhile)
+        with pytest.raises(NoAnswer, match="closed"):
+            http.exchange("GET", "/", None, {}, Deadline(5))
+        server.wait_closed(1)
+        assert server.requests in ([], [b""])
