@@ -228,11 +228,6 @@ class Project:
                     # Docker gives a new volume the owner of the image's folder.
                     shutil.chown(folder, *(int(n) for n in user.split(":")))
             mounts.append(("ro" if mode == ["ro"] else "bind", str(folder), place))
-        for config in spec.get("configs", []):
-            file = self.folder / "configs" / config["source"]
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(self.compose["configs"][config["source"]]["content"])
-            mounts.append(("ro", str(file), config["target"]))
         return mounts
 
 

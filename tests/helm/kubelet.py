@@ -41,7 +41,7 @@ def pods_as_services(rendered: Rendered, folder: Path, address: Any) -> dict[str
             if service["spec"]["selector"].items() <= template["metadata"]["labels"].items():
                 first = component if component in services else f"{component}-0"
                 aliases[f"{service['metadata']['name']}.{NAMESPACE}.svc"] = first
-    return {"services": services, "volumes": {}, "configs": {}, "aliases": aliases}
+    return {"services": services, "volumes": {}, "aliases": aliases}
 
 
 def _container(
