@@ -461,6 +461,8 @@ def test_a_bad_page_set_is_named(pages, field, code):
     ("generation", "code"),
     [
         ("AA", "bad_base64"),
+        ("AAAA====", "bad_base64"),
+        ("AAA==", "bad_base64"),
         ("A\u00e9==", "bad_base64"),
         (7, "wrong_type"),
         ("", "bad_length"),
