@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from dataplane.file_space import EvictedShard, OnEvict
 from dataplane.file_store import FileStore
 from dataplane.messages.control import FileAccess, MooncakeAccess
-from dataplane.object_store import ObjectBuffers, ObjectStore, StoreCode, StoreError
+from dataplane.object_store import MEMORY_IN_DOUBT, ObjectBuffers, ObjectStore, StoreCode, StoreError
 from dataplane.store_access import StoreOverrides, open_store
 from metadata.errors import CaketinError
 
 log = logging.getLogger(__name__)
-
-_IN_DOUBT = (StoreCode.TRANSFER_FAILED, StoreCode.LEASE_LOST, StoreCode.UNAVAILABLE)
 
 
 @dataclass
@@ -121,7 +119,7 @@ class SharedStores:
 
     def saw(self, codes: NDArray[np.int8], moved: int, *, wrote: bool) -> None:
         """Note the outcome of a put or a get of this thread."""
-        doubtful = np.isin(codes, _IN_DOUBT)
+        doubtful = np.isin(codes, MEMORY_IN_DOUBT)
         if doubtful.any():
             self._doubt.found = True
             self.health.detail = StoreCode(int(codes[doubtful][0])).advice

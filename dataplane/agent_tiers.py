@@ -91,6 +91,11 @@ class Tier:
         """Open sessions."""
         return len(self.host.sessions)
 
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody needs its pages, which may be a back-up that waits and whose engine is gone."""
+        return bool(self.sessions or self.busy or self.backing_up)
+
     def outside(self, token: str) -> str:
         """Return how a token of the tier is called outside: other tiers, and other lives, have the same."""
         return f"{token}-{self._tag}"
@@ -119,7 +124,10 @@ class Tier:
 
 
 class Tiers:
-    """All tiers, within the memory that they may take together."""
+    """All tiers, within the memory that they may take together.
+
+    `make` runs in a thread, so whoever walks the tiers walks a copy.
+    """
 
     def __init__(self, folder: SharedFolder, memory_bytes: int, stores: SharedStores) -> None:
         self._folder = folder
@@ -134,7 +142,7 @@ class Tiers:
     @property
     def used_bytes(self) -> int:
         """Bytes of all pools."""
-        return sum(t.memory.length for t in self._tiers.values())
+        return sum(t.memory.length for t in self)
 
     def find(self, key: TierKey) -> Tier | None:
         """Return the tier of a key."""
@@ -156,7 +164,7 @@ class Tiers:
 
     def of_token(self, token: str) -> tuple[Tier, str] | None:
         """Return the tier that gave a token out, and its own name of it."""
-        for tier in self._tiers.values():
+        for tier in self:
             inside = tier.inside(token)
             if inside is not None:
                 return tier, inside
@@ -169,8 +177,7 @@ class Tiers:
                 self._drop(key)
 
     def _make_room(self, length: int) -> None:
-        idle = [k for k, t in self._tiers.items() if not t.sessions and not t.busy]
-        for key in idle:
+        for key in [k for k, t in self._tiers.items() if not t.in_use]:
             if self.used_bytes + length <= self._limit:
                 return
             self._drop(key)

@@ -27,11 +27,13 @@ from dataplane.agent_transfers import SOFT_SHARE, Record, TransferOverdue, Trans
 from dataplane.back_up import BackedUp
 from dataplane.control_client import ControlClient
 from dataplane.control_plane import ControlPlaneAway
-from dataplane.host_answers import NoSlots, Pinned, UnknownToken
+from dataplane.host_answers import NoSlots, PageMasks, Pinned, UnknownToken
 from dataplane.messages import control
 from dataplane.prefetch import Prefetched
+from dataplane.read_log import ReadLog, ReadSoFar
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError, InvalidInput
+from metadata.hit_policy import PageMask
 from metadata.pools import AllPages, TrailingPages
 
 log = logging.getLogger(__name__)
@@ -104,22 +106,31 @@ class PrefetchWork:
         """Look up, read what host memory lacks, and lock what can be restored then.
 
         Raises:
-            TransferOverdue: the deadline passed, or a cancel, while a call was blocked.
-            TransferCut: the session ended.
+            TransferOverdue: the deadline passed, or a cancel, while a call was blocked; and what was read by
+                then makes no restorable length.
+            TransferCut: the same, where a call failed; or the session ended.
         """
         promise = await self._lookup(record)
         _check_open(record)
         promised = promise.hit_pages if promise else 0
         reading = self._reserve(record, promise) if promise else None
         # Nothing to read is a promise kept; no room to read is none.
-        restored, vouched = promised, 0 if record.error else promised
+        vouched = 0 if record.error else promised
+        cut: CaketinError | None = None
         if reading is not None:
-            done = await self._read(record, reading)
-            vouched = self._attach(record, reading, done)
-            restored = promised
-            if done.error is not None:
-                record.error = done.error.detail
-        self._finish(record, restored, vouched)
+            try:
+                done = await self._read(record, reading)
+            except (TransferOverdue, TransferCut) as error:
+                # What calls before the blocked one have read is resident by now, and counts like host memory.
+                _check_open(record)
+                cut, vouched, record.error = error, 0, error.detail
+            else:
+                vouched = self._attach(record, reading, done)
+                if done.error is not None:
+                    record.error = done.error.detail
+        self._finish(record, promised, vouched)
+        if cut is not None and not record.restorable:
+            raise cut
 
     async def _lookup(self, record: Record) -> control.LookupResult | None:
         """Return what L3 promises; None where nobody can say, which is a miss."""
@@ -201,7 +212,10 @@ class PrefetchWork:
         """Read; afterwards the slots are the tier's again.
 
         Raises:
-            TransferOverdue: it has not returned in time; the slots are quarantined.
+            TransferOverdue: it has not returned in time. Slots that the store may still write are
+                quarantined; what calls that came back have read is resident.
+            TransferCut: the same, where the store came back in time and left memory in doubt; or the session
+                ended.
         """
         session, call, plan = record.session, self._call, reading.plan
         tier, mover = session.tier, session.mover()
@@ -213,6 +227,8 @@ class PrefetchWork:
             _release(tier, reading.hold)
             raise TransferOverdue("no time was left to read")
 
+        calls = ReadLog(reading.slots, plan.stop - plan.start)
+
         def work() -> tuple[Prefetched, bool]:
             with self._stores.watching() as in_doubt:
                 done = mover.prefetch(
@@ -223,6 +239,7 @@ class PrefetchWork:
                     windows={n: w for n, w in windows.items() if n in reading.slots},
                     cancel=record.cancel,
                     deadline_seconds=seconds,
+                    calls=calls,
                 )
                 return done, in_doubt()
 
@@ -236,7 +253,7 @@ class PrefetchWork:
             if tier.host.store_returned(reading.token):
                 raise TransferCut("the session ended")
             return future.result()[0]
-        _quarantine(tier, reading)
+        _give_up(tier, reading, calls.close(), call.policies)
         self._transfers.when_back(record, future, lambda: _free(tier, reading.token))
         if failure is not None:
             raise failure
@@ -248,14 +265,10 @@ class PrefetchWork:
     def _attach(self, record: Record, reading: _Reading, done: Prefetched) -> int:
         """Make what was read resident; return the length that the read says is restorable."""
         tier = record.session.tier
-        filled = dict(done.read)
-        anchors = [n for n in reading.plan.masks if n not in filled]
         read = np.zeros(reading.plan.stop - reading.plan.start, np.bool_)
         read[: done.pages] = True
-        # Pools without bytes here (a logical anchor) are there where the others are.
-        filled |= {n: read & reading.plan.masks[n] for n in anchors}
         try:
-            tier.host.publish(reading.token, filled)
+            tier.host.publish(reading.token, _filled(reading.plan, done.read, read))
         except InvalidInput:  # somebody has named another parent of these pages meanwhile
             tier.host.release(reading.token)
             raise
@@ -397,9 +410,27 @@ def _release(tier: Tier, token: str | None) -> None:
             tier.host.release(token)
 
 
-def _quarantine(tier: Tier, reading: _Reading) -> None:
-    with contextlib.suppress(UnknownToken):  # where its session ended meanwhile
-        tier.host.cancel(reading.token)
+def _filled(plan: ReadPlan, read: PageMasks, whole: PageMask) -> PageMasks:
+    """Return what to publish; pools without bytes here (a logical anchor) are there where the others are."""
+    return {n: read[n] if n in read else whole & mask for n, mask in plan.masks.items()}
+
+
+def _give_up(tier: Tier, reading: _Reading, calls: ReadSoFar, policies: Policies) -> None:
+    """Publish what was read, and quarantine the slots that the store may still write (M1).
+
+    Whether that makes a restorable length, the tier decides as for all pages: nothing of a page counts that
+    was not read (O5).
+    """
+    host, plan = tier.host, reading.plan
+    with contextlib.suppress(UnknownToken):  # where its session ended meanwhile, all of it is quarantined
+        parted = host.split(reading.token, calls.written)
+        host.cancel(reading.token)
+        every = [mask for n, mask in calls.read.items() if isinstance(policies[n], AllPages)]
+        whole = np.logical_and.reduce(every) if every else np.zeros(plan.stop - plan.start, np.bool_)
+        try:
+            host.publish(parted, _filled(plan, calls.read, whole))
+        except InvalidInput:  # somebody has named another parent of these pages meanwhile
+            host.release(parted)
     _release(tier, reading.hold)
 
 

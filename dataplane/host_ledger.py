@@ -85,6 +85,20 @@ class SpaceReservation:
         there = self.shared != NO_SLOT
         return Taken(space, self.shared[there], self.generations[there])
 
+    def split(self, kept: NDArray[np.uint64] | None) -> SpaceReservation:
+        """Part with the slots of the pages without a bit in `kept`; return them, without locks."""
+        parted = self.own != NO_SLOT
+        if kept is not None:
+            parted &= kept == 0
+        other = SpaceReservation(
+            np.where(parted, self.asked, np.uint64(0)),
+            np.where(parted, self.own, NO_SLOT),
+            np.full_like(self.shared, NO_SLOT),
+            np.zeros_like(self.generations),
+        )
+        self.own[parted] = NO_SLOT
+        return other
+
     def drop_shared(self) -> None:
         """Forget the locks, after they were released."""
         self.shared[:] = NO_SLOT

@@ -39,9 +39,11 @@ be written. Pages of a window pool outside the promised window need no slot: giv
     tier.publish(got.token, filled=read.read)              # attaches what was read, frees the rest
     held = tier.lock(session, hashes, parent=p)            # no await between these lines: nothing is evicted
 
-A deadline passes or the engine cancels while the store call is blocked: `tier.cancel(token)`. Slots that the
-store may still write become *quarantined*; `store_returned(token)`, after the agent's period of grace, frees
-them (and returns True: there is nothing to publish). `publish` raises `UnknownToken` then.
+A deadline passes or the engine cancels while a store call is blocked: `tier.split(token, kept)` parts what
+that call may not write any more from what it may; the former is published, the latter given up by
+`tier.cancel(token)`. Slots that the store may still write become *quarantined*; `store_returned(token)`,
+after the agent's period of grace, frees them (and returns True: there is nothing to publish). `publish`
+raises `UnknownToken` then.
 
 A session dies: `tier.end_session(session)` releases its locks and pins, frees what it reserved, and
 quarantines what a store call is writing. Pins without session (write-through) stay until they are released.
@@ -389,6 +391,31 @@ class HostTier:
         done = publish(self._pages, found, bits)
         self._ledger.end_reservation(token)
         return done
+
+    def split(self, token: str, kept: Mapping[str, PageMask]) -> str:
+        """Part a reservation: the slots that no call of the store may write any more become one of its own.
+
+        For a transfer that is given up while a call is blocked: what the calls before it have read is
+        published under the new token, the old one is cancelled and so quarantines the rest (M1).
+
+        Args:
+            token: of the reservation; it keeps its locks and its calls of the store.
+            kept: for each pool the pages whose slots it keeps, bool (pages,): those that a call may still
+                write. A slot stays if one of the pools that share it needs it.
+
+        Returns:
+            The token of the new reservation, which no call of the store has.
+
+        Raises:
+            UnknownToken: it ended, or was quarantined.
+            InvalidInput: a mask that does not fit.
+        """
+        found = self._ledger.reservation(token)
+        bits = self._layout.asked(kept, len(found.page_hashes), "kept")
+        spaces = {space: part.split(bits.get(space)) for space, part in found.spaces.items()}
+        return self._ledger.add_reservation(
+            Reservation(found.session, found.page_hashes, found.parent, found.pools, spaces)
+        )
 
     def cancel(self, token: str) -> bool:
         """Give up a reservation: its slots become free, or quarantined while a store call has them.

@@ -71,6 +71,10 @@ _ADVICE: Final[dict[StoreCode, str]] = {
 }
 
 
+MEMORY_IN_DOUBT: Final = (StoreCode.TRANSFER_FAILED, StoreCode.LEASE_LOST, StoreCode.UNAVAILABLE)
+"""After these a device may write to the object's memory for a moment more (M1)."""
+
+
 class StoreError(CaketinError):
     """A store cannot do what a whole call asks for. Single objects fail with a `StoreCode` instead."""
 

@@ -14,6 +14,7 @@ from dataplane.control_plane import ControlPlane
 from dataplane.messages import control
 from dataplane.object_store import ObjectStore
 from dataplane.prefetch import Prefetch, Prefetched
+from dataplane.read_log import ReadLog
 from dataplane.transfer import CHUNK_PAGES, NO_SLOT, Progress, RankPools, Slots
 from dataplane.transfer_limits import CancelFlag, TransferCancelled, TransferLimits, TransferTimedOut
 from metadata.codec import PageHashes
@@ -101,6 +102,7 @@ class PageMover:
         windows: Mapping[str, int] | None = None,
         cancel: CancelFlag | None = None,
         deadline_seconds: float | None = None,
+        calls: ReadLog | None = None,
     ) -> Prefetched:
         """Read the longest prefix that the lookup promised and the store still has.
 
@@ -118,6 +120,8 @@ class PageMover:
                 restored as far as it allows.
             deadline_seconds: ends it when so long has passed, as `TransferTimedOut`. The last fifth of it is
                 kept for the windows at the length that was reached (O5).
+            calls: told what each call of the store did with the slots, for a caller that gives the transfer
+                up while one is blocked.
 
         Raises:
             InvalidInput: slots, windows, promise or deadline do not fit the call; nothing was moved.
@@ -134,4 +138,5 @@ class PageMover:
             progress=progress,
             windows=windows,
             limits=limits,
+            calls=calls,
         ).run()

@@ -21,6 +21,7 @@ from dataplane.control_plane import ControlPlane
 from dataplane.lost_pages import LostPages
 from dataplane.messages import control
 from dataplane.object_store import ObjectStore, StoreCode, StoreUnavailable, describe_failures
+from dataplane.read_log import ReadLog
 from dataplane.stage_batch import PoolPages, StageBatch
 from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
 from dataplane.transfer_limits import WINDOW_SHARE, Clock, TransferLimits, TransferTimedOut
@@ -104,6 +105,7 @@ class Prefetch:
         progress: Progress | None = None,
         windows: Mapping[str, int] | None = None,
         limits: TransferLimits | None = None,
+        calls: ReadLog | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """Take what is to be read; see `PageMover.prefetch`.
@@ -117,6 +119,7 @@ class Prefetch:
         self._hashes = page_hashes
         self._slots = pools.checked_slots(page_hashes, slots)
         self._progress = progress
+        self._calls = ReadLog(self._slots, len(page_hashes)) if calls is None else calls
         self._clock = clock
         self._limits = limits or TransferLimits()
         self._share = 1.0
@@ -250,10 +253,13 @@ class Prefetch:
     def _read_batch(self, batch: StageBatch) -> bool:
         """Read a batch into its slots; return whether all of it was read."""
         self._limits.check(self._share)
+        self._calls.begin(batch.members)
         codes = self._store.get(batch.keys, batch.buffers)
-        again = np.flatnonzero(codes == StoreCode.LEASE_LOST)
+        lease_lost = codes == StoreCode.LEASE_LOST
+        again = np.flatnonzero(lease_lost)
         if again.size:
             codes[again] = self._store.get([batch.keys[i] for i in again.tolist()], batch.buffers[again])
+        self._calls.end(batch, codes, lease_lost)
         if codes.any():
             log.warning("not everything was read: %s", describe_failures(batch.keys, codes))
         keys = batch.by_shard(np.array(batch.keys, dtype=object)) if codes.any() else None

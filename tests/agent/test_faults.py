@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import httpx
 import pytest
@@ -16,7 +16,20 @@ import pytest
 from caketin.stack import Stack, StackSettings
 from dataplane.agent_client import AgentAway, AgentRefused
 from dataplane.child_process import free_port
-from tests.agent.world import KV_SWA, Engine, RunningAgent, prompt, session_request, wait_until
+from dataplane.mooncake_master import MasterHttp
+from dataplane.mooncake_store import MooncakeStore
+from dataplane.transfer import CHUNK_PAGES
+from metadata import object_keys
+from metadata.pools import Part, PoolSpec, TrailingPages
+from tests.agent.world import (
+    KV_SWA,
+    Engine,
+    RunningAgent,
+    page_bytes,
+    prompt,
+    session_request,
+    wait_until,
+)
 
 pytestmark = pytest.mark.chaos
 
@@ -39,10 +52,10 @@ def engine_process(agent: RunningAgent, **spec: object) -> subprocess.Popen[str]
 
 
 @contextmanager
-def frozen(stack: Stack):
-    """Stop the storage node: it holds its connections and answers nothing."""
+def frozen(stack: Stack, index: int = 0):
+    """Stop a storage node: it holds its connections and answers nothing."""
     assert stack.mooncake is not None
-    (node,) = stack.mooncake.children[1:]
+    node = stack.mooncake.children[1:][index]
     node.process.send_signal(signal.SIGSTOP)
     try:
         yield
@@ -118,6 +131,105 @@ def test_a_frozen_node_makes_a_miss_in_time_and_its_late_answer_harms_nobody_smo
         engine.check(pages, again.slots, 8)
 
 
+KV = [PoolSpec("kv", (Part("page", "uint8", 1000),))]
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    loads, why = MooncakeStore.available()
+    if not loads:
+        pytest.skip(f"Mooncake does not load here: {why}")
+    control = {"CAKETIN_NEGATIVE_SECONDS": "0"}
+    settings = StackSettings(tmp_path_factory.mktemp("two"), None, "mooncake", 64 << 20, control=control)
+    with Stack(settings) as stack:
+        yield stack
+
+
+def move_pages(stack: Stack, namespace_id: str, specs: list[PoolSpec], moved: dict[str, list[bytes]]) -> None:
+    """Put the objects of some pages of each pool on another storage node, which is started for it."""
+    assert stack.mooncake is not None
+    http = MasterHttp(stack.mooncake.master_http)
+    before = {s["segment_name"] for s in http.segments()}
+    stack.mooncake.start_node()
+    (segment,) = (s for s in http.segments() if s["segment_name"] not in before)
+    http.close()
+    from mooncake.store import ReplicateConfig
+
+    there = ReplicateConfig()
+    there.preferred_segment = segment["segment_name"]
+    with closing(MooncakeStore(stack.mooncake.settings)) as store:
+        for spec in specs:
+            (suffix,) = object_keys.suffixes(spec, (0,))
+            for page in moved[spec.name]:
+                key = object_keys.namespace_prefix(namespace_id) + page.hex() + suffix
+                data = page_bytes(page, spec.name, spec.parts[0].part, spec.parts[0].bytes).tobytes()
+                assert store.get_bytes(key) == data
+                assert store.remove([key]) == 1
+                assert store._client.put(key, data, there) == 0
+                found = json.loads(http._read(f"/query_key?key={key}"))["data"]
+                assert [r["transport_endpoint_"] for r in found] == [segment["te_endpoint"]]
+
+
+def test_what_was_read_by_the_deadline_is_restored_while_the_rest_is_blocked_smoke(two_nodes, start_agent):
+    """The first call of the store comes back, the second is blocked: it keeps the slots of its pages only."""
+    model = secrets.token_hex(4)
+    pages = prompt("p", CHUNK_PAGES + 44)
+    with (
+        start_agent(two_nodes.url).client() as client,
+        client.open(session_request(KV, 512, model=model)) as session,
+    ):
+        Engine(session, KV).publish(pages)
+        move_pages(two_nodes, session.opened.namespace_id, KV, {"kv": pages[CHUNK_PAGES:]})
+    cold = start_agent(two_nodes.url)
+    with cold.client() as client, client.open(session_request(KV, 400, model=model)) as session:
+        engine = Engine(session, KV)
+        with frozen(two_nodes, -1):
+            done = session.wait(session.prefetch(pages, policy="timeout", deadline_ms=1500))
+            assert (done.state, done.transfers_done) == ("done", False), done
+            assert (done.restorable, len(done.slots["kv"])) == ([(1, CHUNK_PAGES)], CHUNK_PAGES)
+            assert "did not answer" in done.error
+            engine.check(pages, done.slots, CHUNK_PAGES)
+            kv = cold.status().pools["kv"]
+            assert (kv.resident, kv.locked, kv.quarantined, kv.free) == (CHUNK_PAGES, CHUNK_PAGES, 44, 100)
+            # A cancel of one that keeps its part: the same.
+            started = session.prefetch(pages, policy="best_effort")
+            wait_until(lambda: cold.status().pools["kv"].free == 56, 5)
+            time.sleep(0.2)
+            session.cancel(started)
+            cancelled = session.wait(started)
+            assert (cancelled.state, cancelled.restorable) == ("done", [(1, CHUNK_PAGES)]), cancelled
+        wait_until(lambda: cold.status().pools["kv"].quarantined == 0, 90, "the call came back")
+        engine.check(pages, done.slots, CHUNK_PAGES)
+        again = session.wait(session.prefetch(pages))
+        assert (again.state, again.transfers_done, again.restorable[-1][1]) == ("done", True, 300), again
+        engine.check(pages, again.slots, 300)
+
+
+def test_windows_that_are_blocked_make_a_miss_and_the_pages_below_them_stay(two_nodes, start_agent):
+    """KV is never restored without its window; but what was read of it is not read again."""
+    model = secrets.token_hex(4)
+    pages = prompt("p", 40)
+    specs = [*KV, PoolSpec("swa", (Part("page", "uint8", 1000),), hit_policy=TrailingPages(2))]
+    with (
+        start_agent(two_nodes.url).client() as client,
+        client.open(session_request(specs, 64, model=model)) as session,
+    ):
+        Engine(session, specs).publish(pages)
+        move_pages(two_nodes, session.opened.namespace_id, specs, {"kv": [], "swa": pages[-2:]})
+    cold = start_agent(two_nodes.url)
+    with cold.client() as client, client.open(session_request(specs, 64, model=model)) as session:
+        with frozen(two_nodes, -1):
+            missed = session.wait(session.prefetch(pages, policy="timeout", deadline_ms=1000))
+            assert (missed.state, missed.restorable, missed.token) == ("failed", [], None), missed
+            pools = cold.status().pools
+            assert (pools["kv"].resident, pools["kv"].locked, pools["kv"].quarantined) == (40, 0, 0)
+            assert (pools["swa"].resident, pools["swa"].quarantined) == (0, 2)
+        wait_until(lambda: cold.status().pools["swa"].quarantined == 0, 90, "the call came back")
+        done = session.wait(session.prefetch(pages))
+        assert (done.state, done.transfers_done, done.restorable[-1][1]) == ("done", True, 40), done
+        Engine(session, specs).check(pages, done.slots, 40)
+
+
 @pytest.mark.timeout(300)
 def test_a_killed_node_makes_a_miss_in_time_and_its_slots_come_back_when_the_read_does(tmp_path, start_agent):
     """Mooncake gives such a read up after a minute; until then nobody gets its slots."""
@@ -162,6 +274,40 @@ def test_a_backup_to_a_frozen_node_keeps_its_pages_pinned_until_it_is_back(agent
             session.close()  # the engine dies meanwhile
             assert agent.status().pools["kv"].locked == 8
         wait_until(lambda: agent.status().pools["kv"].locked == 0, 90)
+
+
+def test_memory_is_not_taken_from_pages_that_wait_to_be_stored(mooncake_stack, start_agent):
+    """Their engine is gone and their back-up has not begun: what was acknowledged is stored all the same."""
+    agent = start_agent(mooncake_stack.url, transfers=1, memory="1Mi")
+    models = {name: secrets.token_hex(4) for name in ("first", "dead", "next")}
+    pages = prompt("p", 8)
+    with agent.client() as client:
+        first = client.open(session_request(KV_SWA, 8, model=models["first"], engine="first"))
+        tokens = [Engine(first, KV_SWA).fill(pages)]
+        dead = client.open(session_request(KV_SWA, 40, model=models["dead"], engine="dead"))
+        tokens.append(Engine(dead, KV_SWA).fill(pages))
+        larger = session_request(KV_SWA, 44, model=models["next"], engine="next")
+        with frozen(mooncake_stack):
+            first.publish(tokens[0])
+            wait_until(lambda: agent.status().transfers.running == 1, 5)
+            waits = dead.publish(tokens[1]).transfer_id
+            dead.close()
+            assert agent.status().transfers.queued == 1
+            with pytest.raises(AgentRefused) as refused:
+                client.open(larger)
+            assert [e.code for e in refused.value.errors] == ["out_of_memory"]
+        done = first.wait(waits)
+        assert (done.state, done.transfers_done) == ("done", True), done
+        with client.open(larger) as session:
+            Engine(session, KV_SWA).publish(prompt("others", 44), backup=False)
+        first.close()
+    with (
+        start_agent(mooncake_stack.url).client() as client,
+        client.open(session_request(KV_SWA, 8, model=models["dead"])) as session,
+    ):
+        done = session.wait(session.prefetch(pages))
+        assert done.transfers_done, done
+        Engine(session, KV_SWA).check(pages, done.slots, 8)
 
 
 def test_a_cancelled_prefetch_frees_its_slots_only_when_the_store_is_back(agent, mooncake_stack, start_agent):

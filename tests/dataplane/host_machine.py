@@ -64,6 +64,7 @@ class HostStates(RuleBasedStateMachine):
     """Subclassed with a pool set."""
 
     pool_set = "kv"
+    steps = 0
 
     @initialize(data=st.data())
     def begin(self, data):
@@ -361,6 +362,20 @@ class HostStates(RuleBasedStateMachine):
             self.ended.append(token)
 
     @precondition(lambda self: self.open_fillings())
+    @rule(which=index, data=st.data(), publish=st.booleans(), give_up=st.booleans())
+    def split(self, which, data, publish, give_up):
+        """A transfer is overdue: what was read counts at once, the rest stays with the store."""
+        token = self.pick(self.open_fillings(), which)
+        filling = self.model.fillings[token]
+        kept = self.masks(data, filling.pools, len(filling.pages))
+        other = self.tier.split(token, kept)
+        self.model.split(token, other, {n: set(np.flatnonzero(m).tolist()) for n, m in kept.items()})
+        if publish:
+            self.publish_pages(other, self.masks(data, filling.pools, len(filling.pages)))
+        if give_up:
+            self.cancel(which=sorted(self.open_fillings()).index(token), by_release=False)
+
+    @precondition(lambda self: self.open_fillings())
     @rule(which=index, by_release=st.booleans())
     def cancel(self, which, by_release):
         token = self.pick(self.open_fillings(), which)
@@ -390,6 +405,8 @@ class HostStates(RuleBasedStateMachine):
                 call(token)
         with pytest.raises(UnknownToken):
             self.tier.store_returned(token)
+        with pytest.raises(UnknownToken):
+            self.tier.split(token, {})
 
     # After every step
 
@@ -397,6 +414,7 @@ class HostStates(RuleBasedStateMachine):
     def nothing_is_broken(self):
         if not hasattr(self, "tier"):
             return
+        type(self).steps += 1
         assert self.tier.sanity_check() == []
         assert self.tier.pages == len(self.model.parents)
         assert set(self.tier.sessions) == set(self.model.sessions)
@@ -455,8 +473,8 @@ class HostStates(RuleBasedStateMachine):
         assert all(counts.free == counts.slots for counts in self.tier.status().values())
 
 
-def drive(pool_set: str, examples: int, steps: int, **more) -> None:
-    """Run `examples` histories of up to `steps` steps."""
+def drive(pool_set: str, examples: int, steps: int, **more) -> int:
+    """Run `examples` histories of up to `steps` steps; return how many steps that was, the first left out."""
     machine = type("Machine", (HostStates,), {"pool_set": pool_set})
     run_state_machine_as_test(
         machine,
@@ -468,3 +486,4 @@ def drive(pool_set: str, examples: int, steps: int, **more) -> None:
             **more,
         ),
     )
+    return machine.steps - examples

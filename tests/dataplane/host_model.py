@@ -212,6 +212,18 @@ class HostModel:
         if filling.session is not None:
             self.sessions[filling.session].append(token)
 
+    def split(self, token, other, kept) -> None:
+        """kept: pool -> indices of pages whose slots stay."""
+        filling = self.fillings[token]
+        bound = {(self.space(n), i) for n, at in kept.items() for i in at if self.needs(n)}
+        new = Filling(filling.session, filling.pages, filling.parent, filling.pools, {})
+        for key in [k for k in filling.own if k not in bound]:
+            new.own[key] = filling.own.pop(key)
+            new.asked[key] = filling.asked[key]
+        self.fillings[other] = new
+        if new.session is not None:
+            self.sessions[new.session].append(other)
+
     def cancel(self, token) -> bool:
         filling = self.fillings[token]
         self.unshare(token, filling)
