@@ -16,10 +16,13 @@ def test_short_histories_agree_with_the_model(pool_set):
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("pool_set", SETS)
-@pytest.mark.parametrize("examples", [pytest.param(20, id="smoke"), pytest.param(200, id="long")])
-def test_long_histories_agree_with_the_model(pool_set, examples):
-    # A history has up to 40 steps, 30 on the whole: 200 of them for four pool sets are 20,000 and more.
-    drive(pool_set, examples=examples, steps=40)
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [pytest.param(20, 400, id="smoke"), pytest.param(200, 20_000 // len(SETS), id="long")],
+)
+def test_long_histories_agree_with_the_model(pool_set, examples, steps):
+    """A history has up to 40 steps; all pool sets together are checked after 20,000 steps or more."""
+    assert drive(pool_set, examples=examples, steps=40) >= steps
 
 
 def window_of(change):
