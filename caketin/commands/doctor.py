@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from caketin.access_token import TokenFileOption, access_token
-from caketin.commands.console import StoreBytes, clear_errors, err, out
+from caketin.commands.console import clear_errors, err, out
 from caketin.doctor import pod, services
 from caketin.doctor.finding import Finding, State
 from caketin.doctor.machine import Machine
@@ -44,7 +44,14 @@ def doctor(
     mtu: Mtu = None,
     rank: Annotated[str, typer.Option(help="choose the devices of this rank, such as tp3")] = "",
     data_dir: Annotated[Path | None, typer.Option(help="folder for the file store's data")] = None,
-    store_bytes: StoreBytes = 4 << 30,
+    store_bytes: Annotated[
+        int,
+        typer.Option(
+            help="memory of the Mooncake storage node that is to start here, in bytes; 0: none is, as beside "
+            "one that runs",
+            min=0,
+        ),
+    ] = 4 << 30,
     shared_dir: Annotated[
         Path | None, typer.Option(help="folder for pools in shared memory", file_okay=False)
     ] = None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from caketin.doctor.finding import Finding
-from dataplane.memory_limits import memlock_limit, memory_left
+from dataplane.memory_limits import memlock_room, memory_left
 
 _GIB: Final = 1 << 30
 _SHM_BYTES: Final = 1 << 30
@@ -24,7 +24,7 @@ class Machine:
     """What to look at.
 
     Attributes:
-        store_bytes: memory that a Mooncake storage node on this machine is to lend.
+        store_bytes: memory that a Mooncake storage node which is to start here will lend; 0: none will.
         data_dir: folder for the file store and logs; may not exist yet.
         root: the file system's root, another one in tests.
     """
@@ -123,14 +123,14 @@ class Machine:
 
 
 def _memlock(*, rdma: bool) -> Finding:
-    limit = memlock_limit()
-    if limit is None:
-        return Finding("memlock limit", "unlimited")
+    room = memlock_room()
+    if room is None:
+        return Finding("memlock limit", "unlimited, or none for this process (IPC_LOCK)")
     advice = (
         "RDMA registers (locks) all pool memory: `ulimit -l unlimited`, LimitMEMLOCK=infinity in a systemd "
         "unit, --ulimit memlock=-1 for a container"
     )
-    return Finding("memlock limit", _size(limit), "bad" if rdma else "warn", advice)
+    return Finding("memlock limit", _size(room.limit), "bad" if rdma else "warn", advice)
 
 
 def _fields(text: str) -> Iterator[tuple[str, int]]:

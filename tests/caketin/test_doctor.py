@@ -80,6 +80,11 @@ def in_a_namespace(script: str) -> tuple[str, ...]:
     return command
 
 
+def without_the_power_to_lock() -> tuple[str, ...]:
+    """Return the command that runs another one without CAP_IPC_LOCK, to which no limit applies."""
+    return ("setpriv", "--bounding-set=-ipc_lock") if os.geteuid() == 0 else ()
+
+
 @pytest.fixture
 def rdma(tmp_path: Path) -> Path:
     """A file system with an RDMA device whose port is up."""
@@ -294,11 +299,31 @@ def test_an_rdma_device_that_a_container_may_not_open_is_bad(rdma: Path):
 
 
 def test_a_memlock_limit_is_bad_where_there_is_rdma_and_a_warning_elsewhere(rdma: Path):
-    state, seen, advice = doctor("--root", str(rdma), memlock=64 * KIB)["memlock limit"]
+    def limited() -> Doctor:
+        return doctor("--root", str(rdma), memlock=64 * KIB, before=without_the_power_to_lock())
+
+    state, seen, advice = limited()["memlock limit"]
     assert (state, seen) == ("bad", "64.0 KiB")
     assert "LimitMEMLOCK=infinity" in advice
     shutil.rmtree(rdma / "sys")
-    assert doctor("--root", str(rdma), memlock=64 * KIB)["memlock limit"][0] == "warn"
+    assert limited()["memlock limit"][0] == "warn"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has CAP_IPC_LOCK")
+def test_the_memlock_limit_is_none_for_who_may_lock_as_a_pod_with_ipc_lock(rdma: Path):
+    only = ("setpriv", "--bounding-set=-all,+ipc_lock", "--no-new-privs")
+    assert doctor("--root", str(rdma), memlock=64 * KIB, before=only)["memlock limit"][0] == "ok"
+
+
+def test_beside_a_storage_node_that_runs_memory_and_huge_pages_are_not_asked_for_again(rdma: Path):
+    (rdma / "proc/meminfo").write_text("HugePages_Total: 64\nHugePages_Free: 0\nHugepagesize: 2048 kB\n")
+
+    def found(size: int) -> list[str]:
+        told = doctor("--root", str(rdma), "--store-bytes", str(size), MC_STORE_USE_HUGEPAGE="1")
+        return [told[what][0] for what in ("huge pages", "memory")]
+
+    assert found(1 << 60) == ["bad", "bad"]
+    assert found(0) == ["ok", "ok"]
 
 
 def test_huge_pages_that_are_asked_for_and_not_there_are_bad():

@@ -170,6 +170,10 @@ def test_the_notes_say_where_it_is_how_to_test_it_and_what_is_missing(
     assert "no TLS" not in renderings["production"].notes
     assert "networkPolicy.nodeCIDRs is empty" in renderings["agent.enabled = true"].notes
     assert "networkPolicy.nodeCIDRs is empty" not in renderings["rdma"].notes
+    on_the_node = render({"store": {"protocol": "rdma"}}).notes
+    assert "storage nodes are on the node's network and networkPolicy.nodeCIDRs is empty" in on_the_node
+    assert "backend-protocol: HTTPS" in renderings["production"].notes
+    assert "backend-protocol" not in renderings["tls"].notes
 
 
 def test_extra_values_of_every_part_reach_its_pod() -> None:

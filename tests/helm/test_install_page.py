@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from caketin.cli import _COMMANDS
 from tests.helm.chart import REPO, defaults, render
 from tests.helm.compose import read_compose, services_of
+from tests.helm.test_settings import flags_of
 
 pytestmark = pytest.mark.helm
 
@@ -80,6 +82,17 @@ def test_every_value_that_the_page_names_exists() -> None:
 def test_the_secrets_that_the_page_makes_are_those_that_its_values_name() -> None:
     made = {m[1] for line in LINES if (m := re.match(r"kubectl create secret generic (\S+)", line))}
     assert made == set(FILES["production.yaml"]["auth"].values())
+
+
+def test_our_commands_on_the_page_take_the_flags_that_they_are_given_smoke() -> None:
+    given = [words[words.index("caketin") :] for line in LINES if "caketin" in (words := shlex.split(line))]
+    checked = set()
+    for words in given:
+        if words[1] in _COMMANDS:
+            flags = {w.partition("=")[0] for w in words if w.startswith("--")}
+            assert flags <= flags_of(words[1]), words
+            checked.add(words[1])
+    assert {"doctor", "size", "token"} <= checked
 
 
 def test_every_compose_line_names_services_and_profiles_that_exist_smoke() -> None:

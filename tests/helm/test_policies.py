@@ -11,10 +11,16 @@ from tests.helm.chart import CASES, RDMA, Rendered, matrix, render
 pytestmark = [pytest.mark.helm, pytest.mark.timeout(300)]
 
 MATRIX = matrix()
-MAY_LOCK_MEMORY = {"agent", "storage"}
-"""Containers that may be root and hold IPC_LOCK, and nothing else."""
+MAY_LOCK_MEMORY = {"agent", "storage", "doctor", "replay"}
+"""Containers that may be root and hold IPC_LOCK, and nothing else; over TCP only the agent."""
 ON_THE_NODE = {"DaemonSet/caketin-agent": {"/run/caketin", "/dev/shm/caketin"}}
 """Pods with folders of the node."""
+
+
+def locking(case: str) -> set[str]:
+    """Containers that lock memory there."""
+    rdma = MATRIX[case].get("store", {}).get("protocol") == "rdma"
+    return MAY_LOCK_MEMORY if rdma else {"agent"}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def test_nothing_is_privileged_and_nobody_gains_privileges_smoke(renderings: dic
             assert security["readOnlyRootFilesystem"] is True, f"{case}: {where}"
             assert security["capabilities"]["drop"] == ["ALL"], f"{case}: {where}"
             added = security["capabilities"].get("add", [])
-            allowed = ["IPC_LOCK"] if c["name"] in MAY_LOCK_MEMORY else []
+            allowed = ["IPC_LOCK"] if c["name"] in locking(case) else []
             assert added in ([], allowed), f"{case}: {where} adds {added}"
 
 
@@ -41,7 +47,7 @@ def test_only_what_locks_memory_runs_as_root(renderings: dict[str, Rendered]) ->
             security = spec["securityContext"]
             assert security["seccompProfile"] == {"type": "RuntimeDefault"}
             if security["runAsUser"] == 0:
-                assert {c["name"] for c in spec["containers"]} <= MAY_LOCK_MEMORY, f"{case}: {where}"
+                assert {c["name"] for c in spec["containers"]} <= locking(case), f"{case}: {where}"
             else:
                 assert security["runAsNonRoot"] is True, f"{case}: {where}"
     over_tcp = renderings["minimal"].pods()["StatefulSet/caketin-mooncake-storage"]
@@ -56,7 +62,7 @@ def test_the_nodes_namespaces_and_folders_are_left_alone(renderings: dict[str, R
             folders = {v["hostPath"]["path"] for v in spec.get("volumes", []) if "hostPath" in v}
             assert folders <= ON_THE_NODE.get(where, set()), f"{case}: {where}"
             if spec.get("hostNetwork"):
-                assert {c["name"] for c in spec["containers"]} <= MAY_LOCK_MEMORY, f"{case}: {where}"
+                assert {c["name"] for c in spec["containers"]} <= locking(case), f"{case}: {where}"
                 assert spec["dnsPolicy"] == "ClusterFirstWithHostNet", f"{case}: {where}"
 
 

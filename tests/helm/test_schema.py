@@ -56,6 +56,15 @@ FAILED_BY_TEMPLATE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"mooncake": {"storage": {"portRange": {"first": 16000, "last": 15000}}}}, "portRange"),
     ({"api": {"autoscaling": {"enabled": True, "minReplicas": 9}}}, "minReplicas"),
+    ({"mooncake": {"storage": {"segmentSize": "1Mi"}}}, "segmentSize: a node lends 16Mi or more"),
+    (
+        {"mooncake": {"storage": {"segmentSize": "1536Mi", "hugepages": "1Gi"}}},
+        "segmentSize 1536Mi is no multiple of mooncake.storage.hugepages 1Gi",
+    ),
+    (
+        {"store": {"protocol": "rdma"}, "rdma": {"devices": "tp0=mlx5_0;tp1=mlx5_1"}},
+        "rdma.devices names devices for ranks only",
+    ),
     ({"agent": {"enabled": True}, "auth": {"existingSecret": "mine"}}, "auth.engineTokenSecret is needed"),
 ]
 

@@ -192,6 +192,32 @@ def test_rdma_asks_for_the_clusters_devices_and_for_memory_that_fits() -> None:
     assert config_of(rendered)["store"]["devices"] == "mlx5_0,mlx5_1"
 
 
+def test_over_rdma_the_test_pod_has_what_a_storage_node_has_and_looks_at_the_devices() -> None:
+    """It reads and writes what storage nodes hold, which nobody can over TCP there."""
+    rendered = render(RDMA)
+    pod, storage = (
+        rendered.pods()["Pod/caketin-test"],
+        rendered.pods()["StatefulSet/caketin-mooncake-storage"],
+    )
+    for key in ("hostNetwork", "dnsPolicy", "securityContext"):
+        assert pod[key] == storage[key], key
+    (node,) = storage["containers"]
+    (doctor,), (replay,) = pod["initContainers"], pod["containers"]
+    for container in (doctor, replay):
+        assert container["command"] == node["command"]
+        assert container["securityContext"] == node["securityContext"]
+        assert container["resources"]["limits"]["rdma/ib"] == "2"
+        assert "--devices=mlx5_0,mlx5_1" in container["args"]
+        given = {e["name"]: e.get("value") for e in container["env"]}
+        assert (given["MC_GID_INDEX"], given["MC_MTU"]) == ("3", "4096")
+        # Redis lets in pods, and this one is on the node's network.
+        assert "CAKETIN_REDIS_URL" not in given
+    assert "--rdma" in doctor["args"]
+    plain = render({}).pods()["Pod/caketin-test"]
+    assert "rdma" not in repr(plain)
+    assert "CAKETIN_REDIS_URL" in repr(plain["initContainers"])
+
+
 def test_the_variables_for_rdma_are_those_that_the_program_knows() -> None:
     from dataplane.rdma_settings import _VARIABLES
 
