@@ -13,85 +13,23 @@ times is the agent's share of the mover's speed; its interval is the range of th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import secrets
-import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+from _transfer_cases import DEEPSEEK_V4, MHA, PAGE_TOKENS, Case, MoverSide, mover_side, row
 
 from caketin.stack import AgentOptions, Stack, StackSettings
 from dataplane.agent_client import AgentClient, AgentSession
-from dataplane.attach import Attached, attached
-from dataplane.bound_pool import BoundPool
-from dataplane.control_client import ControlClient, ControlSettings, ModelIdentity, RankIdentity
-from dataplane.host_memory import HostMemory
 from dataplane.messages.agent import AgentPool, SessionRequest
 from dataplane.messages.control import NamespaceMessage, PoolMessage
-from dataplane.page_mover import NO_SLOT
 from metadata.codec import PageHashes
-from metadata.pools import Part, PoolSpec, RankPool, TrailingPages
+from metadata.pools import RankPool
 
-DEEPSEEK_V4 = [
-    PoolSpec("kv", (), logical=True),
-    PoolSpec("deepseek_v4_c4", (Part("page", "uint8", 786_240),), indices_from="kv"),
-    PoolSpec("deepseek_v4_c4_indexer", (Part("page", "uint8", 177_408),), indices_from="kv"),
-    PoolSpec("deepseek_v4_c128", (Part("page", "uint8", 34_560),), indices_from="kv"),
-    PoolSpec("swa", (Part("page", "uint8", 6_439_680),), hit_policy=TrailingPages(1)),
-]
-MHA = [PoolSpec("kv", (Part("k", "bfloat16", 1 << 20), Part("v", "bfloat16", 1 << 20)))]
 TARGET = 0.95
 WINDOW_SLOTS = 8
-
-
-@dataclass(frozen=True)
-class Case:
-    """One set of pools at one size."""
-
-    name: str
-    specs: list[PoolSpec]
-    pages: int
-
-    @property
-    def windows(self) -> list[str]:
-        return [s.name for s in self.specs if isinstance(s.hit_policy, TrailingPages)]
-
-    @property
-    def size(self) -> int:
-        return sum(s.bytes_per_page * (1 if s.name in self.windows else self.pages) for s in self.specs)
-
-    def fresh(self) -> PageHashes:
-        return PageHashes(secrets.token_bytes(32 * self.pages))
-
-
-class MoverSide:
-    """The mover in this process, on memory of its own."""
-
-    def __init__(self, case: Case, joined: Attached, client: ControlClient) -> None:
-        self.joined, self.client = joined, client
-        every = np.arange(case.pages, dtype=np.int64)
-        tail = np.full(case.pages, NO_SLOT, np.int64)
-        tail[-1] = 0
-        self.slots = {s.name: tail if s.name in case.windows else every for s in case.specs if s.parts}
-
-    def put(self, hashes: PageHashes) -> float:
-        start = time.perf_counter()
-        done = self.joined.mover.back_up(hashes, self.slots)
-        took = time.perf_counter() - start
-        assert done.transfers_done, done.error
-        return took
-
-    def get(self, hashes: PageHashes) -> float:
-        start = time.perf_counter()
-        promise = self.client.lookup(self.joined.namespace_id, hashes)
-        done = self.joined.mover.prefetch(hashes, promise, self.slots)
-        took = time.perf_counter() - start
-        assert done.pages == len(hashes), done.error
-        return took
 
 
 class AgentSide:
@@ -147,51 +85,34 @@ def pair(mover: MoverSide, agent: AgentSide, mover_first: bool) -> dict[str, flo
             agent.evict()
         for name, side, hashes in sides if mover_first else reversed(sides):
             times[f"{name} {direction}"] = getattr(side, direction)(hashes)
-    for _, side, hashes in sides:
-        for pool in (b for b in mover.bound if b.hosts):
-            mover.joined.store.remove(pool.keys(mover.joined.namespace_id, hashes))
-        del side
+    for _, _, hashes in sides:
+        mover.drop(hashes)
     return times
 
 
 def measure(case: Case, stack: Stack, pairs: int) -> dict[str, object]:
-    pools = [RankPool(spec, (0,)) for spec in case.specs]
-    slots = {p.spec.name: 1 if p.spec.name in case.windows else case.pages for p in pools}
-    memories = [HostMemory(p.spec, slots[p.spec.name], prefault=True) for p in pools]
-    bound = [BoundPool(p, () if p.spec.logical else (m.pool,)) for p, m in zip(pools, memories, strict=True)]
-    me = RankIdentity("bench-mover", "dp0-pp0-cp0-tp0", secrets.token_hex(16))
-    client = ControlClient(ControlSettings(stack.url, call_seconds=10), me)
-    revision = case.name.replace(" ", "-")
     request = SessionRequest(
         engine_id="bench-agent",
         rank="dp0-pp0-cp0-tp0",
         incarnation=secrets.token_hex(16),
-        namespace=NamespaceMessage(model="bench", revision=revision, page_size=256),
-        pools=[_agent_pool(p, WINDOW_SLOTS if p.spec.name in case.windows else case.pages) for p in pools],
+        namespace=NamespaceMessage(model="bench", revision=case.revision, page_size=PAGE_TOKENS),
+        pools=[
+            _agent_pool(p, WINDOW_SLOTS if p.spec.name in case.windows else case.pages) for p in case.pools
+        ],
     )
     with (
-        contextlib.closing(client),
-        attached(client, ModelIdentity("bench", revision, 256), bound) as joined,
+        mover_side(case, stack.url, "bench-mover") as mover,
         AgentClient(stack.agent_socket, seconds=120) as engine,
         engine.open(request) as session,
     ):
-        mover, agent = MoverSide(case, joined, client), AgentSide(case, session)
-        mover.bound = bound
+        agent = AgentSide(case, session)
         pair(mover, agent, mover_first=True)  # first touch of the segment
         times = [pair(mover, agent, mover_first=i % 2 == 0) for i in range(pairs)]
-    row: dict[str, object] = {"case": case.name, "bytes": case.size, "pairs": pairs}
+    found: dict[str, object] = {"case": case.name, "bytes": case.bytes, "pairs": pairs}
     for direction in ("put", "get"):
-        ours = [t[f"mover {direction}"] for t in times]
-        theirs = [t[f"agent {direction}"] for t in times]
-        ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-        quarter = len(ratios) // 4
-        row[direction] = {
-            "mover_gbps": round(case.size / statistics.median(ours) / 1e9, 3),
-            "agent_gbps": round(case.size / statistics.median(theirs) / 1e9, 3),
-            "ratio": round(statistics.median(ratios), 3),
-            "interval": [round(ratios[quarter], 3), round(ratios[-1 - quarter], 3)],
-        }
-    return row
+        by_side = [(name, [t[f"{name} {direction}"] for t in times]) for name in ("mover", "agent")]
+        found[direction] = row(case.bytes, by_side[0], by_side[1])
+    return found
 
 
 def _agent_pool(pool: RankPool, slots: int) -> AgentPool:
@@ -213,11 +134,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="ct-") as folder:
             options = AgentOptions(_memory(case) + (1 << 20))
             with Stack(StackSettings(Path(folder), None, "mooncake", 6 << 30, agent=options)) as stack:
-                row = measure(case, stack, arguments.pairs)
-        rows.append(row)
+                rows.append(measure(case, stack, arguments.pairs))
         for direction in ("put", "get"):
-            told = row[direction]
-            low, high = told["interval"]
+            told = rows[-1][direction]
+            low, high = told["middle_half"]
             print(
                 f"{case.name:24} {direction}: mover {told['mover_gbps']:6.2f} GB/s, agent "
                 f"{told['agent_gbps']:6.2f} GB/s, ratio {told['ratio']:.3f} [{low:.3f}, {high:.3f}]",
