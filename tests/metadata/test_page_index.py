@@ -1,13 +1,15 @@
 """The page index against a real server: O2, H4, T2, and the Redis layout of DESIGN section 4."""
 
+import asyncio
 import hashlib
 
 import numpy as np
 import pytest
 
 from metadata import redis_keys
+from metadata.errors import CaketinError
 from metadata.page_claims import AnchorShards, Claim, Lost
-from metadata.page_index import IndexSettings, PageIndex
+from metadata.page_index import PAGES_PER_SCRIPT, SCRIPTS_PER_WAVE, IndexSettings, PageIndex
 from metadata.pools import AllPages, TrailingPages
 from metadata.redis_server import RedisServer
 
@@ -204,3 +206,26 @@ async def test_a_complete_page_costs_at_most_144_bytes_of_redis_memory(
     (key,) = redis_keys.pages(NS, pages[:1])
     assert redis_stack.ask(key, "MEMORY", "USAGE", key) <= 144
     assert (memory() - before) / n <= 144
+
+
+async def test_a_wave_of_scripts_that_fails_is_told_when_the_others_have_ended(
+    redis_stack, redis_server: RedisServer
+):
+    """Nothing of a call may go on behind the caller's back: it will repeat the call."""
+    pages = hashes(3 * SCRIPTS_PER_WAVE * PAGES_PER_SCRIPT)
+    bad = len(pages) // 2  # in the middle wave
+    (key,) = redis_keys.companions(NS, [pages[bad]])
+    redis_stack.ask(key, "SET", key, "not a hash")
+    index = PageIndex(redis_server)
+    half, whole = ([claim("kv", KV, range(len(pages)), len(pages), shards, 2)] for shards in ([0], [0, 1]))
+    before = asyncio.all_tasks()
+    with pytest.raises(CaketinError):
+        await index.commit(NS, pages, half, [])
+    assert asyncio.all_tasks() == before
+    for at in (0, len(pages) - 1):
+        (other,) = redis_keys.companions(NS, [pages[at]])
+        assert redis_stack.ask(other, "EXISTS", other), "the other waves were served"
+    redis_stack.ask(key, "DEL", key)
+    done = await index.commit(NS, pages, whole, [])
+    assert done.complete == len(pages)
+    assert (await index.find(NS, pages, {"kv": (KV, AllPages())})).restorable.hit_pages == len(pages)
