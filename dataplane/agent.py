@@ -19,7 +19,7 @@ from msgspec import UnsetType
 from dataplane.agent_errors import Draining, RateLimited
 from dataplane.agent_files import SharedFolder
 from dataplane.agent_plan import Policies, call_policies, listed_slots, size_of
-from dataplane.agent_sessions import Given, Session, Sessions
+from dataplane.agent_sessions import Session, Sessions
 from dataplane.agent_settings import AgentSettings
 from dataplane.agent_store import SharedStores
 from dataplane.agent_tiers import Tier, Tiers
@@ -133,8 +133,7 @@ class Agent:
         got = tier.host.reserve(session.session_id, hashes, parent=_parent(request.parent_hash), pools=names)
         tier.note_evicted(got.evicted)
         everywhere = np.logical_and.reduce([got.resident[n] for n in names])
-        resident = frozenset(h for h, there in zip(hashes, everywhere.tolist(), strict=True) if there)
-        session.given[got.token] = Given(list(hashes), tuple(names), resident)
+        session.given[got.token] = list(hashes)
         return messages.SlotsResult(
             token=tier.outside(got.token),
             slots={n: at.tolist() for n, at in got.slots.items()},
@@ -152,15 +151,16 @@ class Agent:
         done = tier.host.publish(inside)
         del session.given[inside]
         new = np.logical_or.reduce([*done.published.values()])
-        tier.unsaved.update({given.page_hashes[i]: False for i in np.flatnonzero(new).tolist()})
+        for i in np.flatnonzero(new).tolist():
+            tier.unsaved.setdefault(given[i], False)
         started = None
         if request.backup:
             # Pages of another engine too, while nobody has stored them: what is acknowledged gets published.
-            unsaved = [h for h in given.page_hashes if h in tier.unsaved]
+            unsaved = [h for h in given if h in tier.unsaved]
             if unsaved:
                 tier.unsaved.update(dict.fromkeys(unsaved, True))
                 with contextlib.suppress(RateLimited):  # then it is done when there is room, see `_catch_up`
-                    started = self._back_up(session, PageHashes.of(unsaved), given.pools, None)
+                    started = self._back_up(session, PageHashes.of(unsaved), tuple(tier.specs), None)
         return messages.PublishResult(published=int(new.sum()), transfer_id=started)
 
     def unlock(self, token: str) -> None:

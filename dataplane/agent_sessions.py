@@ -44,15 +44,6 @@ _REFUSALS: Final[dict[str, type[CaketinError]]] = {
 """What the control plane refuses for good, told to the engine as the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What a token was given out for."""
-
-    page_hashes: list[bytes]
-    pools: tuple[str, ...]
-    resident: frozenset[bytes]
-
-
 @dataclass(eq=False)
 class Session:
     """One session.
@@ -63,7 +54,7 @@ class Session:
         tier: what it shares with others.
         link: its rank's place in the control plane.
         unclaimed: what was stored while the control plane was away.
-        given: reservations that it may publish, by the tier's token.
+        given: pages of the reservations that it may publish, by the tier's token.
         connections: open connections that have spoken for it.
         heard_at: of its last word.
         alone_since: when its last connection closed; None while there is one.
@@ -77,7 +68,7 @@ class Session:
     tier: Tier
     link: EngineLink
     unclaimed: CommitQueue = field(default_factory=CommitQueue)
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, list[bytes]] = field(default_factory=dict)
     connections: set[int] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)
     alone_since: float | None = None

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from dataplane.agent_files import SharedFolder
 from dataplane.agent_pools import PoolMemory, PoolShape, shapes_of
 from dataplane.agent_store import SharedStores
@@ -110,11 +112,14 @@ class Tier:
         return {n: at for n, at in slots.items() if n in self.mapped}
 
     def note_evicted(self, evicted: Iterable[Evicted]) -> None:
-        """Count what was evicted; what is gone need not be stored any more."""
+        """Count what was evicted; what is gone from all pools need not be stored any more."""
         for one in evicted:
             self.evicted[one.pool] = self.evicted.get(one.pool, 0) + len(one.page_hashes)
-            for page in one.page_hashes if self.unsaved else ():
-                self.unsaved.pop(page, None)
+            pages = [h for h in one.page_hashes if h in self.unsaved]
+            if pages:  # of which other pools may still have something
+                left = self.host.match(pages).slots.values()
+                for i in np.flatnonzero(np.logical_and.reduce([at < 0 for at in left])).tolist():
+                    self.unsaved.pop(pages[i], None)
 
     def owner_of(self, pool: str) -> str:
         """Return the pool whose slots a pool has: itself, or what it derives from."""

@@ -364,8 +364,11 @@ class BackUpWork:
         wanted = {n: self._pinned.slots[n] >= 0 for n in done.stored}
         whole = np.logical_and.reduce([done.stored[n] | ~wanted[n] for n in wanted])
         there = np.logical_or.reduce([*wanted.values()])
-        stored = np.flatnonzero(whole & there)
-        for i in stored.tolist():
+        # A page may have bytes of pools that this transfer was not asked for, or that came meanwhile.
+        resident = tier.bytes_of(tier.host.match(self._hashes).slots)
+        stored = {n: done.stored[n] if n in done.stored else np.zeros(there.size, np.bool_) for n in resident}
+        unsaved = np.logical_or.reduce([(at >= 0) & ~stored[n] for n, at in resident.items()])
+        for i in np.flatnonzero(whole & there & ~unsaved).tolist():
             tier.unsaved.pop(self._hashes[i], None)
         record.pages_done = {n: int(mask.sum()) for n, mask in done.stored.items()}
         record.transfers_done = done.transfers_done and bool(there.all())

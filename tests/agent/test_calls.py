@@ -249,6 +249,29 @@ def test_pages_published_without_backup_are_stored_with_what_follows_them(client
         assert done.restorable[-1][1] == 4, done
 
 
+def test_a_page_stored_in_one_pool_is_still_to_be_stored_in_the_others(client, cold):
+    model = secrets.token_hex(4)
+    elsewhere = session_request(KV_SWA, 32, model=model, engine="engine-b")
+    pages = prompt("p", 4)
+    with client.open(session_request(KV_SWA, 32, model=model)) as session:
+        engine = Engine(session, KV_SWA)
+        engine.publish(pages, backup=False)
+        done = session.wait(session.back_up(pages, pools={"kv": PoolQuery()}))
+        assert done.transfers_done, done
+        engine.publish(pages)
+        with cold.open(elsewhere) as other:
+            done = other.wait(other.prefetch(pages))
+            assert done.transfers_done, done
+        # The same where it is the publishing call that names one pool.
+        longer = prompt("q", 4)
+        engine.publish(longer, backup=False)
+        done = session.wait(session.publish(engine.fill(longer, pools=["kv"])).transfer_id)
+        assert done.transfers_done, done
+        with cold.open(elsewhere) as other:
+            done = other.wait(other.prefetch(longer))
+            assert done.transfers_done, done
+
+
 def test_deepseek_v4_with_its_logical_anchor(client, cold):
     request = session_request(DEEPSEEK_V4, {"kv": 16, "swa": 4}, model=secrets.token_hex(4))
     pages = prompt("p", 8)

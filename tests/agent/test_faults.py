@@ -16,6 +16,7 @@ import pytest
 from caketin.stack import Stack, StackSettings
 from dataplane.agent_client import AgentAway, AgentRefused
 from dataplane.child_process import free_port
+from dataplane.messages.control import PoolQuery
 from dataplane.mooncake_master import MasterHttp
 from dataplane.mooncake_store import MooncakeStore
 from dataplane.transfer import CHUNK_PAGES
@@ -415,6 +416,25 @@ def test_the_agent_works_without_a_control_plane_and_catches_up_once_it_is_there
         found = session.match(pages)
         engine.check(pages, found.slots, 4)
         session.close()
+
+
+def test_a_page_that_lost_its_window_is_stored_with_what_it_still_has(tmp_path, start_agent):
+    """Windows leave host memory before KV does: what is left of a page is to be stored all the same."""
+    port = free_port()
+    agent = start_agent(f"http://127.0.0.1:{port}", transfer_seconds=5)
+    request = session_request(KV_SWA, {"kv": 8, "swa": 4}, model=secrets.token_hex(4))
+    first, second = prompt("p", 4), prompt("q", 4)
+    with agent.client() as client, client.open(request) as session:
+        for pages in (first, second):
+            started = session.publish(Engine(session, KV_SWA).fill(pages)).transfer_id
+            assert session.wait(started).state == "failed"
+        assert (session.match(first).pages, session.match(second).pages) == (0, 4)
+        with Stack(StackSettings(tmp_path, port, "file")):
+            wait_until(lambda: agent.status().transfers.done >= 1, 30, "it is stored once it can be")
+            with start_agent(agent.url).client() as other, other.open(request) as cold:
+                for pages, pools in ((first, {"kv": PoolQuery()}), (second, None)):
+                    done = cold.wait(cold.prefetch(pages, pools=pools))
+                    assert done.transfers_done, done
 
 
 def test_sigterm_lets_a_backup_end_tells_sessions_and_removes_the_rank(mooncake_stack, start_agent):
