@@ -76,12 +76,16 @@ class Running:
     env: dict[str, str]
     user: str
 
-    def run(self, command: Sequence[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """Run a command in the container, as `docker exec` does."""
+    def enter(self) -> list[str]:
+        """Return the first words of a command that runs in the container."""
         uid, _, gid = self.user.partition(":")
         enter = ["nsenter", "--target", str(self.child.process.pid), "--mount", "--net", "--root", "--wd"]
+        return [*enter, "--setuid", uid, "--setgid", gid or uid, "--"]
+
+    def run(self, command: Sequence[str], timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run a command in the container, as `docker exec` does."""
         return subprocess.run(
-            [*enter, "--setuid", uid, "--setgid", gid or uid, "--", *command],
+            [*self.enter(), *command],
             env=self.env,
             capture_output=True,
             text=True,

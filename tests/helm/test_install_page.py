@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from caketin.cli import _COMMANDS
+from api.tokens import TOKEN_FORM, TokenTable, read_access_file
 from tests.helm.chart import REPO, defaults, render
 from tests.helm.compose import read_compose, services_of
 from tests.helm.test_settings import flags_of
@@ -18,7 +23,24 @@ from tests.helm.test_settings import flags_of
 pytestmark = pytest.mark.helm
 
 PAGE = (REPO / "docs" / "install.md").read_text()
-LINES = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+def commands(block: str) -> Iterator[str]:
+    """The commands of a block; a quote may go over several lines."""
+    command = ""
+    for line in block.splitlines():
+        command += line
+        try:
+            shlex.split(command)
+        except ValueError:
+            command += "\n"
+            continue
+        yield command
+        command = ""
+
+
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+LINES = [command for block in BLOCKS for command in commands(block)]
 FILES = {
     name: yaml.safe_load(text) for name, text in re.findall(r"```yaml\n# (\S+)\n(.*?)```", PAGE, re.DOTALL)
 }
@@ -85,14 +107,31 @@ def test_the_secrets_that_the_page_makes_are_those_that_its_values_name() -> Non
 
 
 def test_our_commands_on_the_page_take_the_flags_that_they_are_given_smoke() -> None:
-    given = [words[words.index("caketin") :] for line in LINES if "caketin" in (words := shlex.split(line))]
     checked = set()
-    for words in given:
-        if words[1] in _COMMANDS:
-            flags = {w.partition("=")[0] for w in words if w.startswith("--")}
-            assert flags <= flags_of(words[1]), words
-            checked.add(words[1])
-    assert {"doctor", "size", "token"} <= checked
+    for line in LINES:
+        for match in re.finditer(r"(?:^|-- )caketin (\S+)(.*)", line):
+            command, words = match[1], shlex.split(match[2])
+            if command != "token":  # which has commands of its own
+                assert {w.partition("=")[0] for w in words if w.startswith("--")} <= flags_of(command), line
+            checked.add(command)
+    assert checked == {"doctor", "size", "token"}
+
+
+def test_the_tokens_that_the_page_makes_open_what_they_are_for(tmp_path: Path) -> None:
+    made = [line for line in LINES if line.startswith("caketin token new")]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    subprocess.run(
+        ["bash", "-ec", "\n".join(made)], cwd=tmp_path, check=True, env=os.environ | {"PATH": path}
+    )
+    table = TokenTable(read_access_file((tmp_path / "tokens.toml").read_text()).tokens, b"k" * 16)
+    for who, scope in (("engine", "engine"), ("scraper", "operator")):
+        # Not a byte more: Prometheus puts what the Secret has into a header as it is.
+        shown = (tmp_path / f"{who}.token").read_bytes().decode()
+        assert TOKEN_FORM.fullmatch(shown)
+        assert shown == shown.strip()
+        token = table.find(shown)
+        assert token is not None
+        assert token.scopes == {scope}
 
 
 def test_every_compose_line_names_services_and_profiles_that_exist_smoke() -> None:

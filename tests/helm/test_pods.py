@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from tests.helm.chart import Rendered, render
 from tests.helm.compose import Project
 from tests.helm.image_walk import ImageWalk, needs_root
 from tests.helm.kubelet import pods_as_services
+from tests.helm.test_install_page import LINES
 
 pytestmark = [pytest.mark.helm, pytest.mark.timeout(600)]
 
@@ -116,6 +119,42 @@ def test_redis_asks_for_the_password_and_keeps_what_it_has_over_a_restart(cluste
     again.wait_healthy()
     assert again.run([*ask, "get", "kept"]).stdout.strip() == "yes"
     assert again.run([*ask, "config", "get", "maxmemory-policy"]).stdout.split()[1] == "noeviction"
+
+
+def test_a_backup_is_restored_with_the_commands_of_the_page(cluster: Project, tmp_path: Path) -> None:
+    def ask(*words: str) -> str:
+        command = ["sh", "-c", 'REDISCLI_AUTH="$REDIS_PASSWORD" valkey-cli "$@"', "sh", *words]
+        return cluster.running["redis"].run(command).stdout.strip()
+
+    def follow(line: str) -> None:
+        redis = cluster.running["redis"]
+        script = f"redis={shlex.quote(shlex.join(redis.enter()))}\n{line}"
+        done = subprocess.run(
+            ["bash", "-ec", script],
+            cwd=tmp_path,
+            env=redis.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    backup, restore = [line for line in LINES if line.startswith("$redis ")]
+    for times in ("once", "again"):
+        assert ask("set", "old", times) == "OK"
+        follow(backup)
+        ask("del", "old")
+        ask("set", "new", "gone")
+        follow(restore)
+        assert cluster.running["redis"].child.process.wait(30) == 0
+        cluster.start("redis").wait_healthy()
+        assert (ask("get", "old"), ask("get", "new")) == (times, "")
+    # What is no backup takes nobody's place.
+    (tmp_path / "backup.rdb").write_bytes(b"error: not found")
+    with pytest.raises(AssertionError):
+        follow(restore)
+    assert ask("get", "old") == "again"
 
 
 def test_the_agents_folders_are_the_nodes(cluster: Project) -> None:
