@@ -34,8 +34,11 @@ def replay_through_agent(
     """Replay through an agent that runs, or through one of a stack that is started for it.
 
     Raises:
-        InvalidInput: several ranks, or several requests in flight.
+        InvalidInput: several ranks, several requests in flight, or a control plane, which is the agent's.
     """
+    if settings.url:
+        detail = "is not for --agent: name the socket of an agent of that control plane with --agent-socket"
+        raise InvalidInput("no such replay", [FieldError("--url", "unsupported", detail)])
     if settings.tp > 1 or settings.concurrency > 1:
         detail = "replays one rank and one request at a time: leave out --tp and --concurrency"
         raise InvalidInput("no such replay", [FieldError("--agent", "unsupported", detail)])

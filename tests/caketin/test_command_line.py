@@ -33,6 +33,21 @@ def test_replay_gives_exact_numbers_and_leaves_nothing_behind(tmp_path: Path, tr
     assert not list((cache / "caketin").glob("replay-*"))
 
 
+def test_replay_through_an_agent_gives_exact_numbers_and_leaves_nothing_behind(tmp_path: Path, trace: Path):
+    cache = tmp_path / "cache"
+    command = ["replay", str(trace), "--agent", "--store", "file", "--host-pages", "12", "--json", "-"]
+    done = caketin(*command, cache=cache)
+    assert done.returncode == 0, done.stderr
+    numbers = json.loads(done.stdout)
+    assert (numbers["requests"], numbers["asked_pages"], numbers["host_slots"]) == (5, 30, 12)
+    assert (numbers["hit_pages"], numbers["stored_pages"], numbers["errors"]) == (8, 22, {})
+    # What all requests begin with is the youngest in host memory.
+    assert (numbers["host_hit_pages"], numbers["l3_hit_pages"]) == (8, 0)
+    assert (numbers["verified_pages"], numbers["wrong_pages"]) == (8, 0)
+    assert not processes_of(cache)
+    assert not list((cache / "caketin").glob("replay-*"))
+
+
 def test_replay_prints_a_table_and_what_to_do_next(tmp_path: Path, trace: Path):
     done = caketin("replay", str(trace), "--store", "file", cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
@@ -54,6 +69,9 @@ def test_replay_prints_a_table_and_what_to_do_next(tmp_path: Path, trace: Path):
         (["replay", "--tp", "0"], "--tp"),
         (["replay", "--sidecars", "some"], "'all', 'tail'"),
         (["replay", "--concurrency", "0"], "--concurrency"),
+        (["replay", "--agent", "--tp", "2"], "replays one rank and one request at a time"),
+        (["replay", "--agent", "--url", "http://127.0.0.1:1"], "with --agent-socket"),
+        (["replay", "--agent-socket", "/absent.sock"], "/absent.sock"),
         (["up", "--port", "0"], "--port"),
         (["replay", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
         (["serve", "--host", "0.0.0.0"], "use 127.0.0.1"),
