@@ -160,7 +160,7 @@ class AgentReplay:
     def _timed(self, call: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.report.time(call, time.perf_counter() - start)
+        self.report.latencies.note(call, time.perf_counter() - start)
 
 
 def replay_with_agent(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from caketin.replay.report import Latencies
+from caketin.replay.report_parts import Latencies, write_json
 
 
 @dataclass
@@ -50,17 +48,13 @@ class AgentReport:
     wrong_pages: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    latencies: dict[str, Latencies] = field(default_factory=dict)
+    latencies: Latencies = field(default_factory=Latencies)
     hanging: int = 0
 
     @property
     def hit_pages(self) -> int:
         """Restored pages of both tiers."""
         return self.host_hit_pages + self.l3_hit_pages
-
-    def time(self, call: str, seconds: float) -> None:
-        """Note how long a call took."""
-        self.latencies.setdefault(call, Latencies()).seconds.append(seconds)
 
     def to_json(self) -> dict[str, Any]:
         """Return all numbers as plain JSON values."""
@@ -74,16 +68,12 @@ class AgentReport:
             "hit_rate": round(self.hit_pages / rate, 6),
             "errors": dict(sorted(self.errors.items())),
             "seconds": round(self.seconds, 3),
-            "latencies": {name: lat.summary() for name, lat in sorted(self.latencies.items())},
+            "latencies": self.latencies.summary(),
         }
 
     def write_json(self, path: str) -> None:
         """Write all numbers to a file, or to standard output for `-`."""
-        text = json.dumps(self.to_json(), indent=2) + "\n"
-        if path == "-":
-            print(text, end="", flush=True)  # noqa: T201  what was asked for
-        else:
-            Path(path).write_text(text, encoding="utf-8")
+        write_json(self.to_json(), path)
 
     def print(self, console: Console) -> None:
         """Print the tables."""
@@ -111,14 +101,4 @@ class AgentReport:
         for error, times in sorted(self.errors.items()):
             totals.add_row(error, f"{times:,} times", "")
         console.print(totals)
-        console.print(self._calls())
-
-    def _calls(self) -> Table:
-        table = Table(title=f"{self.seconds:.1f} s in all")
-        for name in ("call", "count", "median ms", "p99 ms", "max ms"):
-            table.add_column(name, justify="left" if name == "call" else "right")
-        for name, latency in sorted(self.latencies.items()):
-            s = latency.summary()
-            numbers = (f"{s[k]:.2f}" for k in ("p50_ms", "p99_ms", "max_ms"))
-            table.add_row(name, f"{s['count']:,.0f}", *numbers)
-        return table
+        console.print(self.latencies.table(f"{self.seconds:.1f} s in all"))

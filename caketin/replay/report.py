@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from caketin.replay.rank import Restored, Stored
+from caketin.replay.report_parts import Latencies, write_json
 from dataplane.messages.control import LookupResult
 
 _NOT_PLAIN: Final = frozenset(
     {"pool_hits", "misses", "lost", "rejected", "errors", "events", "latencies", "seconds"}
 )
-
-
-@dataclass
-class Latencies:
-    """Durations of one kind of call, in seconds."""
-
-    seconds: list[float] = field(default_factory=list)
-
-    def summary(self) -> dict[str, float]:
-        """Return count, median, 99th percentile and maximum; times in milliseconds."""
-        if not self.seconds:
-            return {"count": 0}
-        ms = np.array(self.seconds) * 1000
-        return {
-            "count": len(ms),
-            "p50_ms": round(float(np.percentile(ms, 50)), 3),
-            "p99_ms": round(float(np.percentile(ms, 99)), 3),
-            "max_ms": round(float(ms.max()), 3),
-        }
 
 
 @dataclass
@@ -115,7 +93,7 @@ class Report:
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     seconds: float = 0.0
-    latencies: dict[str, Latencies] = field(default_factory=dict)
+    latencies: Latencies = field(default_factory=Latencies)
 
     @property
     def queried_pages(self) -> int:
@@ -131,7 +109,7 @@ class Report:
         """Count a request's lookup; `found` is None where no answer came, for the reason `error`."""
         self.requests += 1
         self.asked_pages += pages
-        self._time("lookup", seconds)
+        self.latencies.note("lookup", seconds)
         if error is not None:
             self.errors[f"lookup: {error}"] += 1
         if found is None or found.degraded:
@@ -145,7 +123,7 @@ class Report:
 
     def prefetched(self, promised: int, done: Restored, *, verified: bool) -> None:
         """Count a prefetch of `promised` pages."""
-        self._time("prefetch", done.seconds)
+        self.latencies.note("prefetch", done.seconds)
         self.read_seconds += done.seconds
         self.bytes_read += done.bytes
         self.hit_pages += done.pages
@@ -162,7 +140,7 @@ class Report:
 
     def backed_up(self, done: Stored) -> None:
         """Count a back up."""
-        self._time("back up", done.seconds)
+        self.latencies.note("back up", done.seconds)
         self.write_seconds += done.seconds
         self.bytes_written += done.bytes
         self.backed_up_pages += done.claimed
@@ -183,7 +161,7 @@ class Report:
             "read_seconds": round(self.read_seconds, 3),
             "write_seconds": round(self.write_seconds, 3),
             "seconds": round(self.seconds, 3),
-            "latencies": {name: lat.summary() for name, lat in sorted(self.latencies.items())},
+            "latencies": self.latencies.summary(),
         }
 
     def print(self, console: Console) -> None:
@@ -193,7 +171,7 @@ class Report:
         tables = [
             (self._title(), self._totals()),
             ("By pool, the longest prefix that each allows:", self._by_pool()),
-            (self._moved(), self._calls()),
+            (self._moved(), self.latencies.table()),
             *([("What else happened:", _counts(trouble))] if trouble else []),
         ]
         for line, table in tables:
@@ -202,16 +180,7 @@ class Report:
 
     def write_json(self, path: str) -> None:
         """Write all numbers to a file, or to standard output for `-`."""
-        text = json.dumps(self.to_json(), indent=2) + "\n"
-        if path == "-":
-            # Not /dev/stdout: in a container that is another user's, and cannot be opened again.
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        else:
-            Path(path).write_text(text, encoding="utf-8")
-
-    def _time(self, call: str, seconds: float) -> None:
-        self.latencies.setdefault(call, Latencies()).seconds.append(seconds)
+        write_json(self.to_json(), path)
 
     def _title(self) -> str:
         ranks = f", TP {self.tp}" if self.tp > 1 else ""
@@ -257,16 +226,6 @@ class Report:
         table.add_column("hit rate", justify="right")
         for name, pages in sorted(self.pool_hits.items()):
             table.add_row(name, f"{pages:,}", self._share(pages))
-        return table
-
-    def _calls(self) -> Table:
-        table = Table()
-        for name in ("call", "count", "median ms", "p99 ms", "max ms"):
-            table.add_column(name, justify="left" if name == "call" else "right")
-        for name, latency in sorted(self.latencies.items()):
-            s = latency.summary()
-            numbers = (f"{s[k]:.2f}" for k in ("p50_ms", "p99_ms", "max_ms"))
-            table.add_row(name, f"{s['count']:,.0f}", *numbers)
         return table
 
     def _share(self, pages: int) -> str:
