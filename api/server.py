@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import socket
 import ssl
 from types import FrameType
+from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,6 +20,35 @@ from api.token_file import open_token_file
 from metadata.errors import FieldError, InvalidInput
 
 log = get_logger(__name__)
+
+_FAREWELL_SECONDS: Final = 1.0
+"""How long connections are answered after the listener is closed, each told that it was the last time."""
+
+_LOOK_SECONDS: Final = 0.05
+
+
+class Server(uvicorn.Server):
+    """Ends so that a client which keeps its connection loses no call.
+
+    uvicorn closes every connection that is idle at the moment, and with it a request that is just on its way
+    there. Here a connection is first answered once more, with `Connection: close`: its next request goes
+    elsewhere. Only one that was not used all the while is closed without a word.
+    """
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no new connections, say farewell on the old ones, then end as uvicorn does."""
+        for listening in self.servers:
+            listening.close()
+        for sock in sockets or []:
+            sock.close()
+        # Answers that are not begun yet have this very list; the next request's have it too.
+        self.server_state.default_headers.append((b"connection", b"close"))
+        end = asyncio.get_running_loop().time() + _FAREWELL_SECONDS
+        while self.server_state.connections and not self.force_exit:
+            if asyncio.get_running_loop().time() >= end:
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+        await super().shutdown(sockets)
 
 
 def check_files(settings: Settings) -> None:
@@ -83,6 +114,6 @@ def serve_until_told(settings: Settings, app: ASGIApp, listener: socket.socket) 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     warn_of_clear_text(settings)
-    server = uvicorn.Server(server_config(settings, app))
+    server = Server(server_config(settings, app))
     server.run(sockets=[listener])
     raise SystemExit(0 if server.started else 3)

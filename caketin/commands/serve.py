@@ -161,6 +161,8 @@ def _supervise(settings: Settings, listener: socket.socket) -> int:
                     time.sleep(_RESTART_SECONDS)
                     start()
         except _Told:
+            # What connects from here on is refused and goes elsewhere, instead of waiting for nobody.
+            listener.close()
             return _end(workers, settings.shutdown_seconds + _KILL_AFTER_SECONDS)
 
 
@@ -175,4 +177,6 @@ def _end(workers: list[BaseProcess], seconds: float) -> int:
         if worker.is_alive():
             worker.kill()
             worker.join()
-    return max((abs(worker.exitcode or 0) for worker in workers), default=0)
+    # One that was still starting has no handler yet and has done nothing: SIGTERM is its orderly end.
+    codes = [worker.exitcode or 0 for worker in workers]
+    return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)

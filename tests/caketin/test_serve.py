@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import signal
 import socket
 import subprocess
@@ -114,6 +115,23 @@ def test_a_request_under_way_is_answered_before_the_end(redis_url, tmp_path):
             time.sleep(0.3)
             client.sendall(body[5:])
             assert client.recv(65_536).startswith(b"HTTP/1.1 404")
+        assert process.child.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_kept_connection_is_answered_once_more_and_told_to_go_elsewhere(redis_url, tmp_path, workers):
+    """The call that was on its way when SIGTERM came would be lost else."""
+    with served(redis_url, tmp_path, "--workers", str(workers)) as process:
+        kept = http.client.HTTPConnection("127.0.0.1", process.port, timeout=10)
+        kept.request("GET", "/healthz")
+        kept.getresponse().read()
+        process.child.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", process.port), timeout=5)
+        kept.request("GET", "/healthz")
+        answer = kept.getresponse()
+        assert (answer.status, answer.getheader("connection")) == (200, "close")
         assert process.child.process.wait(10) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,6 +175,42 @@ def test_a_rolling_update_under_load_loses_no_call(pods: Pods, service: Service,
         server.child.stop()
     assert report["hit_pages"] == expected["hit_pages"] > 0
     assert report["backed_up_pages"] == expected["backed_up_pages"]
+
+
+def test_a_plain_client_that_keeps_its_connection_loses_no_call_either(pods: Pods, service: Service) -> None:
+    """Without retries, as a router in another language may be: each connection is told that it ends."""
+    service.endpoints = [pods.start(), pods.start()]
+    host = service.url.removeprefix("http://")
+    ended = threading.Event()
+    counts: Counter[str] = Counter()
+    path = "/v1/namespaces/9f86d081884c7d65/lookup"
+
+    def call(pages: int) -> None:
+        body = json.dumps({"page_hashes": [f"{page:064x}" for page in range(pages)]})
+        client = http.client.HTTPConnection(host, timeout=10)
+        while not ended.is_set():
+            try:
+                client.request("POST", path, body, {"content-type": "application/json"})
+                answer = client.getresponse()
+                answer.read()
+                counts[str(answer.status)] += 1
+            except (OSError, http.client.HTTPException) as error:
+                counts[repr(error)] += 1
+                client.close()
+
+    callers = [threading.Thread(target=call, args=(pages,)) for pages in (1, 1, 500, 500)]
+    for caller in callers:
+        caller.start()
+    for _ in range(4):
+        time.sleep(0.5)
+        new, old = pods.start(), service.endpoints[0]
+        service.endpoints = [*service.endpoints[1:], new]
+        time.sleep(1)  # the preStop hook
+        assert pods.end(old)[0] == 0
+    ended.set()
+    for caller in callers:
+        caller.join()
+    assert set(counts) == {"404"}, counts  # nobody registered that namespace, and each call was answered
 
 
 def test_ending_without_a_drain_is_what_the_drain_is_for(pods: Pods, service: Service) -> None:
