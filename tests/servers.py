@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import uvicorn
@@ -17,6 +18,9 @@ from api.purges import ObjectPurger
 from api.settings import Settings, StoreSettings
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane.child_process import free_port
+
+PATIENT: Final[dict[str, Any]] = {"redis_command_seconds": 20.0, "redis_connect_seconds": 10.0}
+"""Settings of a control plane in tests that are not about deadlines: the machine may be busy."""
 
 
 @dataclass
@@ -58,7 +62,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     try:
         path = str(folder / "store")
         settings = Settings(
-            redis_url=server.url, port=free_port(), store=StoreSettings(kind="file", path=path)
+            redis_url=server.url, port=free_port(), store=StoreSettings(kind="file", path=path), **PATIENT
         )
         with serving(settings) as url:
             yield Stack(url, server.url, path)

@@ -41,7 +41,7 @@ from dataplane.object_store import (
 from metadata.namespace import Namespace, fingerprint
 from metadata.object_keys import manifest_key, parse_manifest
 from metadata.pools import Part, PoolSpec, RankPool, TrailingPages
-from tests.servers import Stack, serving
+from tests.servers import PATIENT, Stack, serving
 
 MODEL = ModelIdentity("attach", "r", 4, namespace_salt="a secret")
 KV = PoolSpec("kv", (Part("k", "uint8", 8),), 2)
@@ -282,7 +282,7 @@ def test_keys_that_the_control_plane_builds_otherwise_are_refused(rank, opened, 
 def own_settings(tmp_path: Path) -> Iterator[Settings]:
     server = EmbeddedRedis.start(tmp_path / "redis", appendonly=False)
     store = StoreSettings(kind="file", path=str(tmp_path / "store"))
-    yield Settings(redis_url=server.url, port=free_port(), store=store)
+    yield Settings(redis_url=server.url, port=free_port(), store=store, **PATIENT)
     server.stop()
 
 

@@ -34,7 +34,7 @@ from metadata.errors import InvalidInput
 from metadata.pools import Part, PoolSpec, RankPool, TrailingPages
 from tests.dataplane.mover_world import hashes_of
 from tests.dataplane.rude_server import RudeServer, answer, rude_server
-from tests.servers import Stack, serving
+from tests.servers import PATIENT, Stack, serving
 
 ME = RankIdentity("engine-0", "dp0-pp0-cp0-tp0", "a" * 32)
 NS = "0123456789abcdef"
@@ -445,7 +445,7 @@ def test_eight_threads_share_a_client_and_each_gets_its_own_answer():
 def coming_and_going(tmp_path: Path) -> Iterator[Settings]:
     server = EmbeddedRedis.start(tmp_path / "redis", appendonly=False)
     store = StoreSettings(kind="file", path=str(tmp_path / "store"))
-    yield Settings(redis_url=server.url, port=free_port(), store=store)
+    yield Settings(redis_url=server.url, port=free_port(), store=store, **PATIENT)
     server.stop()
 
 

@@ -26,7 +26,7 @@ from metadata.errors import InvalidInput
 from metadata.object_keys import object_keys, suffixes
 from metadata.pools import AllPages, Part, PoolSpec, RankPool, TrailingPages
 from tests.dataplane.mover_world import hashes_of, true_bytes
-from tests.servers import serving
+from tests.servers import PATIENT, serving
 
 SPECS = [
     PoolSpec("kv", (), logical=True),
@@ -109,7 +109,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setting
     else:
         store = StoreSettings(kind="file", path=str(tmp_path / "store"))
     server = EmbeddedRedis.start(tmp_path / "redis", appendonly=False)
-    yield Settings(redis_url=server.url, port=free_port(), store=store)
+    yield Settings(redis_url=server.url, port=free_port(), store=store, **PATIENT)
     server.stop()
 
 
