@@ -146,6 +146,13 @@ def two_nodes(tmp_path_factory):
         yield stack
 
 
+def hanging(agent: RunningAgent) -> int:
+    """Transfers whose call of the store is out though they have ended."""
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(agent.socket)), base_url="http://agent") as plain:
+        (line,) = (n for n in plain.get("/metrics").text.splitlines() if 'state="hanging"' in n)
+    return int(float(line.split()[1]))
+
+
 def move_pages(stack: Stack, namespace_id: str, specs: list[PoolSpec], moved: dict[str, list[bytes]]) -> None:
     """Put the objects of some pages of each pool on another storage node, which is started for it."""
     assert stack.mooncake is not None
@@ -233,33 +240,57 @@ def test_windows_that_are_blocked_make_a_miss_and_the_pages_below_them_stay(two_
 
 @pytest.mark.timeout(300)
 def test_a_killed_node_makes_a_miss_in_time_and_its_slots_come_back_when_the_read_does(tmp_path, start_agent):
-    """Mooncake gives such a read up after a minute; until then nobody gets its slots."""
+    """The node hangs during the read and is killed; then, or after a minute, the read comes back."""
     model = secrets.token_hex(4)
     pages = prompt("p", 8)
     with Stack(StackSettings(tmp_path, None, "mooncake", 64 << 20)) as stack:
-        warm, cold = start_agent(stack.url), start_agent(stack.url)
+        warm, cold = start_agent(stack.url), start_agent(stack.url, grace_seconds=2)
         with warm.client() as client, client.open(session_request(KV_SWA, 16, model=model)) as session:
             Engine(session, KV_SWA).publish(pages)
         with cold.client() as client, client.open(session_request(KV_SWA, 12, model=model)) as session:
             engine = Engine(session, KV_SWA)
-            stack.mooncake.kill_node()
-            start = time.monotonic()
-            done = session.wait(session.prefetch(pages, policy="timeout", deadline_ms=1000))
-            assert time.monotonic() - start < 6
-            assert (done.state, done.token, done.restorable) == ("failed", None, []), done
-            mine = prompt("mine", 4)
-            engine.publish(mine, backup=False)
-            blocked = cold.status()
-            if blocked.transfers.failed and blocked.pools["kv"].quarantined:
-                with pytest.raises(AgentRefused):
+            with frozen(stack):
+                start = time.monotonic()
+                done = session.wait(session.prefetch(pages, policy="timeout", deadline_ms=1000))
+                assert 0.9 < time.monotonic() - start < 6
+                assert (done.state, done.token, done.restorable) == ("failed", None, []), done
+                assert hanging(cold) == 1, "the call of the store is still blocked"
+                mine = prompt("mine", 4)
+                engine.publish(mine, backup=False)
+                stack.mooncake.kill_node()
+                assert cold.status().pools["kv"].quarantined == 8
+                with pytest.raises(AgentRefused) as refused:
                     session.slots(prompt("more", 9), pools=["kv"])
+                assert refused.value.pools["kv"].asked == 9
             wait_until(lambda: cold.status().pools["kv"].quarantined == 0, 120, "the read came back")
+            assert hanging(cold) == 0
             rest = prompt("rest", 8)
             engine.publish(rest, backup=False)
             for kept in (mine, rest):
                 found = session.match(kept)
                 assert found.pages == len(kept)
                 engine.check(kept, found.slots, found.pages)
+
+
+@pytest.mark.timeout(300)
+def test_a_read_that_a_killed_node_cuts_off_is_a_miss_and_its_slots_rest(tmp_path, start_agent):
+    """The kernel closes the connections of a process that dies, so the read comes back at once, in doubt."""
+    model = secrets.token_hex(4)
+    pages = prompt("p", 8)
+    with Stack(StackSettings(tmp_path, None, "mooncake", 64 << 20)) as stack:
+        warm, cold = start_agent(stack.url), start_agent(stack.url, grace_seconds=3)
+        with warm.client() as client, client.open(session_request(KV_SWA, 16, model=model)) as session:
+            Engine(session, KV_SWA).publish(pages)
+        with cold.client() as client, client.open(session_request(KV_SWA, 12, model=model)) as session:
+            with frozen(stack):  # so that the read is under way when the node dies
+                started = session.prefetch(pages, policy="timeout", deadline_ms=5000)
+                wait_until(lambda: cold.status().pools["kv"].free == 4, 4)
+                time.sleep(0.3)
+                stack.mooncake.kill_node()
+            done = session.wait(started)
+            assert (done.state, done.token, done.restorable) == ("failed", None, []), done
+            assert cold.status().pools["kv"].quarantined == 8
+            wait_until(lambda: cold.status().pools["kv"].free == 12, 120, "the period of grace is over")
 
 
 def test_a_backup_to_a_frozen_node_keeps_its_pages_pinned_until_it_is_back(agent, mooncake_stack):
