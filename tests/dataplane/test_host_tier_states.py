@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import Phase
 
+from dataplane.host_ledger import SpaceReservation
 from dataplane.host_pages import ResidentPages
 from dataplane.host_slots import SlotSpace
 from tests.dataplane.host_machine import SETS, drive
@@ -52,6 +53,14 @@ def release_what_a_lock_would_take_now(self, kind, taken):
     of.ages.enter(idle)
 
 
+def split_off_all(self, _kept):
+    """An overdue transfer gives back slots that the store may still write."""
+    return honest_split(self, None)
+
+
+honest_split = SpaceReservation.split
+
+
 @pytest.mark.parametrize(
     ("where", "name", "fault"),
     [
@@ -59,6 +68,7 @@ def release_what_a_lock_would_take_now(self, kind, taken):
         pytest.param(ResidentPages, "covered", window_of(1), id="window too long"),
         pytest.param(SlotSpace, "unlock", unlock_all_but_the_first, id="release short by one"),
         pytest.param(ResidentPages, "give", release_what_a_lock_would_take_now, id="release walks again"),
+        pytest.param(SpaceReservation, "split", split_off_all, id="split gives all back"),
     ],
 )
 @pytest.mark.parametrize("pool_set", ["kv+swa", "deepseek_v4"])
