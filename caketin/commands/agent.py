@@ -15,6 +15,7 @@ from caketin.byte_size import byte_size
 from caketin.commands.console import clear_errors
 from dataplane.agent_server import run_agent
 from dataplane.agent_settings import AgentSettings, default_shared_dir, default_socket
+from dataplane.rdma_settings import RdmaSettings
 from dataplane.store_access import StoreOverrides
 
 _LEAST_MEMORY: Final = 1 << 20
@@ -123,6 +124,22 @@ def agent(
         str | None,
         typer.Option(help="RDMA devices; none: as the control plane says", envvar=_variable("devices")),
     ] = None,
+    gid_index: Annotated[
+        int | None, typer.Option(help="RoCE: row of the port's GID table", envvar=_variable("gid_index"))
+    ] = None,
+    traffic_class: Annotated[
+        int | None, typer.Option(help="RoCE: DSCP * 4, 0 to 255", envvar=_variable("traffic_class"))
+    ] = None,
+    service_level: Annotated[
+        int | None,
+        typer.Option(help="InfiniBand: service level, 0 to 15", envvar=_variable("service_level")),
+    ] = None,
+    mtu: Annotated[
+        int | None,
+        typer.Option(
+            help="RDMA: 512, 1024, 2048 or 4096; the same on storage nodes", envvar=_variable("mtu")
+        ),
+    ] = None,
     local_hostname: Annotated[
         str | None,
         typer.Option(
@@ -139,6 +156,8 @@ def agent(
     logging.basicConfig(level=logging.INFO, format=_LOG_LINE, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with clear_errors():
+        # Looked at now; by itself it would be only when the first engine comes.
+        rdma = RdmaSettings(devices or "", gid_index, traffic_class, service_level, mtu)
         settings = AgentSettings(
             url=url,
             socket=socket or default_socket(),
@@ -157,7 +176,13 @@ def agent(
             drain_seconds=drain_seconds,
             call_seconds=call_seconds,
             store=StoreOverrides(
-                path=str(store_path) if store_path else None, devices=devices, local_hostname=local_hostname
+                path=str(store_path) if store_path else None,
+                devices=devices,
+                gid_index=rdma.gid_index,
+                traffic_class=rdma.traffic_class,
+                service_level=rdma.service_level,
+                mtu=rdma.mtu,
+                local_hostname=local_hostname,
             ),
         )
         clean = run_agent(settings, lambda line: typer.echo(line, err=True))
