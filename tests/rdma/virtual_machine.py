@@ -18,7 +18,7 @@ from typing import Any
 from api.settings import Settings, StoreSettings
 from caketin.embedded_redis import EmbeddedRedis
 from dataplane.child_process import ChildProcess, free_port
-from tests.rdma.guest.run import MASTER
+from tests.rdma.guest.run import KILLED_AGENT_MASTER, MASTER
 from tests.rdma.kernel import HERE, Kernel, NoGuest, guest_kernel
 from tests.servers import serving
 
@@ -96,13 +96,14 @@ def run_guest(cases: Sequence[str], folder: Path, seconds: float) -> Guest:
     with ExitStack() as stack:
         redis = EmbeddedRedis.start(folder / "redis", appendonly=False)
         stack.callback(redis.stop)
-        store = StoreSettings(kind="mooncake", master=MASTER, protocol="rdma", devices="rxe0")
-        control = Settings(redis_url=redis.url, port=free_port(), store=store)
-        stack.enter_context(serving(control))
-        job = {
-            "cases": list(cases),
-            "control": [_HOST_AS_THE_GUEST_SEES_IT, control.port],
-        }
+        ports = []
+        for number, master in enumerate((MASTER, KILLED_AGENT_MASTER)):
+            url = redis.url.removesuffix("/0") + f"/{number}"
+            store = StoreSettings(kind="mooncake", master=master, protocol="rdma", devices="rxe0")
+            control = Settings(redis_url=url, port=free_port(), store=store)
+            stack.enter_context(serving(control))
+            ports.append(control.port)
+        job = {"cases": list(cases), "host": _HOST_AS_THE_GUEST_SEES_IT, "control_ports": ports}
         (folder / "job.json").write_text(json.dumps(job))
         started = time.monotonic()
         pair = _Pair(folder, free_port()) if WIRE_CASE in cases else None
@@ -188,5 +189,7 @@ def _build_noted_verbs(folder: Path) -> None:
 
 def _compile_python() -> None:
     """Compile the tree: the guest cannot write, and would compile it again in every process."""
-    folders = [str(REPO / name) for name in ("metadata", "dataplane", "caketin", "api", "tests/rdma")]
+    folders = [
+        str(REPO / name) for name in ("metadata", "dataplane", "caketin", "api", "tests/rdma", "tests/agent")
+    ]
     subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], check=False)

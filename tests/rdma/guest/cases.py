@@ -48,10 +48,10 @@ Facts = dict[str, Any]
 CASES: dict[str, Callable[[Given], Facts]] = {}
 LONG: set[str] = set()
 """Cases that run beside the others."""
-PRELOADED = {"store", "memlock", "devices_by_rank", "mover_deepseek_v4_small_regions"}
+PRELOADED = {"store", "memlock", "devices_by_rank", "mover_deepseek_v4_small_regions", "agent"}
 """Cases for which Mooncake is loaded beforehand: they set nothing that it reads while it is loaded."""
-EARLY = {"killed_node"}
-"""The long case that mostly waits, on the second device: it may start at any time."""
+EARLY: set[str] = set()
+"""Long cases that mostly wait, on the second device: they may start at any time."""
 NS = "0123456789abcdef"
 UNTOUCHED = 0xEE
 
@@ -67,6 +67,11 @@ def case(function: Callable[[Given], Facts]) -> Callable[[Given], Facts]:
 def long_case(function: Callable[[Given], Facts]) -> Callable[[Given], Facts]:
     LONG.add(function.__name__)
     return case(function)
+
+
+def early_case(function: Callable[[Given], Facts]) -> Callable[[Given], Facts]:
+    EARLY.add(function.__name__)
+    return long_case(function)
 
 
 def order(name: str) -> tuple[bool, ...]:
@@ -370,7 +375,7 @@ def wire(_given: Given) -> Facts:
     return bench.round_trip(opened)
 
 
-@long_case
+@early_case
 def killed_node(_given: Given) -> Facts:
     """A storage node is killed in the middle of a get: what the caller sees, and what the memory."""
     master, http, device = "127.0.0.1:50061", "127.0.0.1:9013", "rxe1"

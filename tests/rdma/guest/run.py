@@ -22,14 +22,14 @@ from typing import Any
 
 RESULTS = Path("/results")
 REPO = Path(__file__).parents[3]
-CASE_SECONDS = 300.0
-DOCS_SECONDS = 800.0
+CASE_SECONDS, LONG_CASE_SECONDS = 300.0, 800.0
 MASTER = "127.0.0.1:50051"
 MASTER_HTTP = "127.0.0.1:9003"
+KILLED_AGENT_MASTER = "127.0.0.1:50091"
 WIRE_MASTER = "192.168.77.1:50081"
 WIRE_MASTER_HTTP = "192.168.77.1:9033"
 FIRST, SECOND = "192.168.77.1", "192.168.77.2"
-CONTROL_PORT = 7411
+CONTROL_PORT, KILLED_CONTROL_PORT = 7411, 7413
 SEGMENT_BYTES = 64 << 20
 
 
@@ -43,13 +43,22 @@ def main() -> None:
         start_master(WIRE_MASTER, WIRE_MASTER_HTTP)
     say("importing")
     from dataplane.mooncake_native import load_native
-    from tests.rdma.guest import cases
+
+    start_lending("node", MASTER, "rxe0,rxe1")  # loads Mooncake meanwhile
+    from tests.rdma.guest import agent_cases, cases  # noqa: F401 - where more cases are
 
     say("imported")
-    forked("forward", lambda: forward(CONTROL_PORT, *job["control"]))
-    lend("node", MASTER, "rxe0,rxe1")
+    for port, to in zip((CONTROL_PORT, KILLED_CONTROL_PORT), job["control_ports"], strict=True):
+        forked(f"forward-{port}", lambda port=port, to=to: forward(port, job["host"], to))
+    wait_for_node("node")
     say("Mooncake is up")
-    given = {"master": MASTER, "master_http": MASTER_HTTP, "control_url": f"http://127.0.0.1:{CONTROL_PORT}"}
+    given = {
+        "master": MASTER,
+        "master_http": MASTER_HTTP,
+        "control_url": f"http://127.0.0.1:{CONTROL_PORT}",
+        "killed_control_url": f"http://127.0.0.1:{KILLED_CONTROL_PORT}",
+    }
+    seconds = {name: LONG_CASE_SECONDS if name in cases.LONG else CASE_SECONDS for name in job["cases"]}
     waiting = sorted(job["cases"], key=cases.order)
     running: dict[int, tuple[str, float]] = {}
     while waiting or running:
@@ -59,7 +68,7 @@ def main() -> None:
             if name in cases.PRELOADED:
                 load_native()
             running[start(cases.CASES[name], name, given)] = (name, time.monotonic())
-        reap(running)
+        reap(running, seconds)
 
 
 def second() -> None:
@@ -93,15 +102,27 @@ def start_master(address: str, http: str) -> subprocess.Popen[bytes]:
 
 def lend(name: str, master: str, devices: str, protocol: str = "rdma", host: str = "127.0.0.1") -> int:
     """Start a storage node as `caketin` has it, and wait until its memory can be used; its process id."""
+    pid = start_lending(name, master, devices, protocol, host)
+    wait_for_node(name)
+    return pid
+
+
+def start_lending(
+    name: str, master: str, devices: str, protocol: str = "rdma", host: str = "127.0.0.1"
+) -> int:
+    """Start a storage node; its process id."""
     from dataplane import mooncake_node
 
     wait_until(lambda: accepts(master), 60, f"the master at {master}")
     arguments = ["node", "--master", master, "--segment-bytes", str(SEGMENT_BYTES), "--protocol", protocol]
     arguments += ["--devices", devices, "--local-hostname", host]
-    pid = forked(name, lambda: mooncake_node.main(arguments))
+    return forked(name, lambda: mooncake_node.main(arguments))
+
+
+def wait_for_node(name: str) -> None:
+    """Wait until the memory of a storage node can be used."""
     log = RESULTS / f"{name}.log"
     wait_until(lambda: "storage node ready" in log.read_text(errors="replace"), 90, name)
-    return pid
 
 
 def accepts(address: str) -> bool:
@@ -146,12 +167,16 @@ def forked(name: str, work: Callable[[], Any]) -> int:
     log = os.open(RESULTS / f"{name}.log", os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    code: object = 0
     try:
         work()
+    except SystemExit as end:
+        code = end.code or 0
     except BaseException:
         traceback.print_exc()
+        code = 1
     sys.stdout.flush()
-    os._exit(0)  # native clients that hang must not hold the end
+    os._exit(code if isinstance(code, int) else 1)  # native clients that hang must not hold the end
 
 
 def start(case: Callable[[dict[str, Any]], Any], name: str, given: dict[str, Any]) -> int:
@@ -166,21 +191,17 @@ def start(case: Callable[[dict[str, Any]], Any], name: str, given: dict[str, Any
     return forked(name, work)
 
 
-def reap(running: dict[int, tuple[str, float]]) -> None:
+def reap(running: dict[int, tuple[str, float]], seconds: dict[str, float]) -> None:
     for child, (name, began) in list(running.items()):
         if os.waitpid(child, os.WNOHANG)[0]:
             del running[child]
             say(f"{name}: {time.monotonic() - began:.0f} s")
             if not (RESULTS / f"{name}.json").exists():
                 write(name, {"error": "the process ended without a word"})
-        elif time.monotonic() - began > cases_seconds(name) and not (RESULTS / f"{name}.json").exists():
-            write(name, {"error": f"not done after {cases_seconds(name):g} s"})
+        elif time.monotonic() - began > seconds[name] and not (RESULTS / f"{name}.json").exists():
+            write(name, {"error": f"not done after {seconds[name]:g} s"})
             os.killpg(child, signal.SIGKILL)
     time.sleep(0.1)
-
-
-def cases_seconds(name: str) -> float:
-    return DOCS_SECONDS if name == "docs_followed" else CASE_SECONDS
 
 
 def write(name: str, result: dict[str, Any]) -> None:
