@@ -7,7 +7,7 @@ import pytest
 from tests.rdma.guest.agent_cases import DEEPSEEK_V4, MHA, PAGES, POOL_SETS
 from tests.rdma.guest.rxe import MTU
 from tests.rdma.test_killed_node import SLACK_SECONDS
-from tests.rdma.test_moving import MIB, assert_over_verbs
+from tests.rdma.test_moving import MIB, assert_over_verbs, assert_registered_without_cutting_a_page
 from tests.rdma.virtual_machine import Guest
 
 pytestmark = pytest.mark.rdma
@@ -42,12 +42,13 @@ def test_the_bytes_of_the_agent_went_over_the_device(guest: Guest, pools: str) -
 
 
 @pytest.mark.guest_case("agent")
-def test_the_shared_memory_is_registered_whole_and_in_pieces_that_the_device_takes(guest: Guest) -> None:
+def test_its_shared_memory_is_registered_whole_and_no_page_is_cut(guest: Guest) -> None:
     facts = guest["agent"].facts
     assert facts["refused"] == [], "the device was asked for more than it registers"
-    assert all(length <= MIB for _, length in facts["registered"])
-    registered = sum(length for _, length in facts["registered"])
-    assert registered >= sum(facts[pools]["stored_bytes"] for pools in POOL_SETS) > 2 * MIB
+    for pools in POOL_SETS:
+        found = {"registered": facts["registered"], "pools": facts[pools]["pools"]}
+        assert max(n for pool in found["pools"].values() for _, n in pool["regions"]) > MIB
+        assert_registered_without_cutting_a_page(found, MIB)
 
 
 @pytest.mark.guest_case("agent")

@@ -18,6 +18,7 @@ from caketin.__main__ import main as caketin_main
 from caketin.replay.pool_sets import rank_pools
 from dataplane import rdma_ports
 from dataplane.agent_client import AgentAway, AgentClient, AgentRefused
+from dataplane.messages.agent import MappedPool
 from metadata.pools import Part, PoolSpec
 from tests.agent.world import Engine, prompt, session_request
 from tests.rdma.guest import run, rxe
@@ -124,8 +125,10 @@ def _there_and_back(daemon: GuestAgent, pools: str) -> Facts:
             wrong = []
         except AssertionError as error:
             wrong = [str(error)]
+        mapped = {n: pool for n, pool in session.opened.pools.items() if pool.path is not None}
         sizes = {(pool, part): size for pool, part, size in engine.parts}
         return {
+            "pools": {name: _as_the_agent_has_it(daemon.pid, pool) for name, pool in mapped.items()},
             "stored_bytes": sum(sizes.values()) * len(pages),
             "left": left,
             "restored": restored,
@@ -137,6 +140,19 @@ def _there_and_back(daemon: GuestAgent, pools: str) -> Facts:
             "prefetch_packets": after - middle,
             "queue_pairs": rxe.queue_pairs(daemon.pid),
         }
+
+
+def _as_the_agent_has_it(pid: int, pool: MappedPool) -> Facts:
+    """Where a pool lies in the agent's own memory, which is what it registers."""
+    assert pool.path is not None
+    inode = str(Path(pool.path).stat().st_ino)
+    rows = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    base = int(next(row[0].partition("-")[0] for row in rows if row[4] == inode), 16)
+    return {
+        "regions": [(base, pool.length)],
+        "fragments": [(base + part.offset, pool.page_stride, part.bytes) for part in pool.parts],
+        "slots": pool.slots,
+    }
 
 
 @early_case
