@@ -36,6 +36,7 @@ from metadata.pools import RankPool
 log = logging.getLogger(__name__)
 
 _REMEMBERED: Final = 1024
+_RANKS: Final = 4096
 _REFUSALS: Final[dict[str, type[CaketinError]]] = {
     "stale_incarnation": StaleIncarnation,
     "pool_changed": PoolChanged,
@@ -302,7 +303,11 @@ class Sessions:
             )
         while len(known.gone) > _REMEMBERED:
             del known.gone[next(iter(known.gone))]
+        # The newest is the last: what is forgotten at last is a rank that has not come back for longest.
+        self._lives.pop((me.engine_id, me.rank), None)
         self._lives[me.engine_id, me.rank] = known
+        while len(self._lives) > _RANKS:
+            del self._lives[next(iter(self._lives))]
         return known
 
     def _replace(self, me: RankIdentity) -> None:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dataplane.agent_errors import RateLimited, UnknownTransfer
 from dataplane.agent_sessions import Session
 from dataplane.agent_settings import AgentSettings
@@ -60,7 +63,7 @@ class Record:
         pages_done: pool -> pages moved so far, or there already.
         transfers_done: every stage finished (O4).
         restorable: lengths that can be restored from host memory now.
-        slots: of the longest of them.
+        slots: of the longest of them, int32 (pages,) of each pool.
         token: of the lock on it.
         error: what cut it short.
         begun: whether its work was started.
@@ -79,7 +82,7 @@ class Record:
     pages_done: dict[str, int] = field(default_factory=dict)
     transfers_done: bool = False
     restorable: list[tuple[int, int]] = field(default_factory=list)
-    slots: dict[str, list[int]] = field(default_factory=dict)
+    slots: dict[str, NDArray[np.int32]] = field(default_factory=dict)
     token: str | None = None
     error: str | None = None
     begun: bool = False
@@ -102,7 +105,7 @@ class Record:
             pages_done=dict(self.pages_done),
             transfers_done=self.transfers_done,
             restorable=self.restorable,
-            slots=self.slots,
+            slots={n: at.tolist() for n, at in self.slots.items()},
             token=self.token,
             error=self.error,
         )

@@ -296,8 +296,10 @@ class PrefetchWork:
             record.token = None if held.token is None else session.tier.outside(held.token)
             slots = held.slots
         record.restorable = runs
-        record.slots = listed_slots(slots, policies, length) if length else {}
-        record.pages_done = {n: len(at) for n, at in record.slots.items()}
+        listed = listed_slots(slots, policies, length) if length else {}
+        # Kept for a minute after the end, of thousands of transfers: four bytes a slot, not forty.
+        record.slots = {n: np.array(at, np.int32) for n, at in listed.items()}
+        record.pages_done = {n: len(at) for n, at in listed.items()}
         record.transfers_done = length > 0 and length >= promised and record.error is None
 
 

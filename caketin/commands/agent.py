@@ -13,6 +13,7 @@ import typer
 from caketin.access_token import TokenFileOption, access_token
 from caketin.byte_size import byte_size
 from caketin.commands.console import clear_errors
+from caketin.doctor.pod import shared_folder
 from dataplane.agent_server import run_agent
 from dataplane.agent_settings import AgentSettings, default_shared_dir, default_socket
 from dataplane.rdma_settings import RdmaSettings
@@ -20,6 +21,17 @@ from dataplane.store_access import StoreOverrides
 
 _LEAST_MEMORY: Final = 1 << 20
 _LOG_LINE: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+log = logging.getLogger(__name__)
+
+
+def _look_at(folder: Path, memory_bytes: int) -> None:
+    """Say so where pools would not lie in memory, or have less of it than the agent may take."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    found = shared_folder(there, memory_bytes)
+    if found.state == "bad":
+        log.warning("%s: %s: %s", found.what, found.found, found.advice)
 
 
 def _variable(name: str) -> str:
@@ -185,6 +197,7 @@ def agent(
                 local_hostname=local_hostname,
             ),
         )
+        _look_at(settings.shared_dir, settings.memory_bytes)
         clean = run_agent(settings, lambda line: typer.echo(line, err=True))
     if not clean:
         # A native call that hangs would abort an orderly end of the process; everything else has ended.

@@ -502,6 +502,21 @@ def test_what_is_no_socket_is_not_removed_and_variables_count_as_flags(tmp_path)
     assert "something else than a socket" in done.stderr
 
 
+def test_a_folder_that_is_not_in_memory_is_told(file_stack, start_agent, tmp_path):
+    """Pools on a disk work, as slowly as the disk."""
+    disk = next(p for p in (tmp_path, Path.home(), Path("/var/tmp")) if file_system(p) not in {"tmpfs", ""})
+    agent = start_agent(file_stack.url, shared_dir=disk / f"caketin-{secrets.token_hex(4)}")
+    assert f"at {disk}" in agent.log()
+    assert "mount a tmpfs there" in agent.log()
+    assert "mount a tmpfs" not in start_agent(file_stack.url).log()
+
+
+def file_system(folder: Path) -> str:
+    return subprocess.run(
+        ["stat", "--file-system", "--format=%T", folder], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
 def metric(agent: RunningAgent, name: str, labels: str = "") -> float:
     text = raw(agent, "GET", "/metrics").text
     pattern = rf"^{name}(?:\{{{re.escape(labels)}\}})? (\S+)$" if labels else rf"^{name} (\S+)$"
