@@ -7,9 +7,15 @@ store confirms is committed, shard by shard.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +34,8 @@ from metadata.errors import CaketinError
 from metadata.page_runs import page_runs
 
 log = logging.getLogger(__name__)
+
+_CHUNKS_AT_ONCE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +95,55 @@ class BackUp:
         self._rejected: dict[tuple[int, str], control.Rejection] = {}
         self._committed_to = 0
         self._commit_error: CaketinError | None = None
+        self._error: CaketinError | None = None
+        self._moving, self._telling = threading.Lock(), threading.Lock()
 
     def run(self) -> BackedUp:
         """Store, confirm and commit, chunk by chunk."""
-        error: CaketinError | None = None
-        for chunk in chunks(len(self._hashes)):
-            try:
-                self._store_chunk(chunk)
-            except CaketinError as cut:
-                error = cut
-            finally:
-                # Also when the store failed half-way: what it has confirmed by then must not be lost.
-                self._commit(chunk.stop)
-            if error is not None or not passing(self._commit_error):
-                break
+        parts = list(chunks(len(self._hashes)))
+        if len(parts) == 1:
+            self._finish(parts[0], partial(self._store_chunk, parts[0]))
+        elif parts:
+            self._run_overlapped(parts)
         if self._unclaimed is not None:
             self._keep_unclaimed(self._unclaimed)
-        return self._result(error or self._commit_error)
+        return self._result(self._error or self._commit_error)
+
+    def _run_overlapped(self, parts: Sequence[slice]) -> None:
+        """Let the next chunk be made ready, and the last one be confirmed and claimed, beside one that moves.
+
+        Their order is that of a page (O1), and each page is in one chunk. Bytes of one chunk move at a time.
+        """
+        running: deque[tuple[slice, Callable[[], None]]] = deque()
+        # Its end waits for all that run: until they return the store uses the memory (M1).
+        with ThreadPoolExecutor(_CHUNKS_AT_ONCE, "caketin-back-up") as workers:
+            try:
+                for chunk in parts:
+                    if self._error is not None or not passing(self._commit_error):
+                        break
+                    running.append((chunk, workers.submit(self._store_chunk, chunk).result))
+                    if len(running) == _CHUNKS_AT_ONCE:
+                        self._finish(*running.popleft())
+            finally:
+                while running:
+                    self._finish(*running.popleft())
+
+    def _finish(self, chunk: slice, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except CaketinError as cut:
+            self._error = self._error or cut
+        finally:
+            # Also when the store failed half-way: what it has confirmed by then must not be lost.
+            if passing(self._commit_error):
+                self._commit(chunk.stop)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let the bytes of one stage of one chunk move."""
+        with self._moving:
+            self._limits.check()
+            yield
 
     def _keep_unclaimed(self, queue: CommitQueue) -> None:
         """Queue what the control plane was not there to take, or, where it was there, send what waits."""
@@ -181,11 +221,14 @@ class BackUp:
     def _put(self, batch: StageBatch, first_page: int) -> None:
         """Put a batch and note which shards are confirmed (O3)."""
         self._limits.check()
-        put_confirmed(self._store, batch, lambda codes: self._note_held(batch, first_page, codes))
+        put_confirmed(
+            self._store, batch, lambda codes: self._note_held(batch, first_page, codes), self._turn()
+        )
         if self._progress is not None:
             for member in batch.members:
                 held = self._held[member.pool.name][first_page + member.pages]
-                self._progress(member.pool.name, int(held.all(axis=1).sum()))
+                with self._telling:
+                    self._progress(member.pool.name, int(held.all(axis=1).sum()))
 
     def _note_held(self, batch: StageBatch, first_page: int, codes: NDArray[np.int8]) -> None:
         for member, at in batch.by_shard(codes):

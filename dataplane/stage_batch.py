@@ -63,9 +63,12 @@ class StageBatch:
     def groups(self) -> list[str]:
         """The lease group of each object: one a page, the same in all its pools."""
         found: list[str] = []
+        seen: tuple[NDArray[np.int64], list[str]] | None = None
         for m in self.members:
-            pages = object_keys.group_ids(self.namespace_id, self._hashes(m))
-            found += [page for page in pages for _ in range(m.pool.objects_per_page)]
+            if seen is None or not np.array_equal(seen[0], m.pages):
+                seen = m.pages, object_keys.group_ids(self.namespace_id, self._hashes(m))
+            pages, each = seen[1], m.pool.objects_per_page
+            found += pages if each == 1 else [page for page in pages for _ in range(each)]
         return found
 
     @cached_property

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +22,14 @@ from dataplane.stage_batch import StageBatch
 
 log = logging.getLogger(__name__)
 
+NO_TURN: Final = nullcontext()
+
 
 def put_confirmed(
-    store: ObjectStore, batch: StageBatch, note: Callable[[NDArray[np.int8]], None]
+    store: ObjectStore,
+    batch: StageBatch,
+    note: Callable[[NDArray[np.int8]], None],
+    turn: AbstractContextManager[object] = NO_TURN,
 ) -> NDArray[np.int8]:
     """Put a batch; an object of a wrong size under one of its keys is removed and put again.
 
@@ -31,6 +38,7 @@ def put_confirmed(
         batch: the objects; at least one.
         note: told a `StoreCode` per object, as often as something became known: what is confirmed is told
             before anything else is tried that may fail.
+        turn: entered while the bytes move.
 
     Returns:
         The last that `note` was told, int8 (objects,).
@@ -43,7 +51,9 @@ def put_confirmed(
         all_of_it = absent.size == len(batch.keys)
         keys = batch.keys if all_of_it else [batch.keys[i] for i in absent.tolist()]
         groups = batch.groups if all_of_it else [batch.groups[i] for i in absent.tolist()]
-        codes[absent] = store.put(keys, batch.buffers if all_of_it else batch.buffers[absent], groups)
+        buffers = batch.buffers if all_of_it else batch.buffers[absent]
+        with turn:
+            codes[absent] = store.put(keys, buffers, groups)
     held = np.flatnonzero(codes == StoreCode.OK)
     if held.size:
         there = store.exists(batch.keys if held.size == len(batch.keys) else [batch.keys[i] for i in held])

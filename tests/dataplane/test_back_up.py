@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 
 import numpy as np
 import pytest
@@ -328,11 +329,47 @@ def test_every_pool_of_a_chunk_is_put_before_its_one_commit():
     with world_of(KV_SWA, chunk=2) as world:
         slots = all_slots(world.names, 5)
         world.fill(slots)
-        order = []
-        world.store.before_put = lambda keys: order.append("put")
-        world.claims.check = lambda named: order.append(sorted({pool for pool, _, _ in named}))
+        put: set[str] = set()
+        claims = []
+
+        def check(named):
+            claims.append(sorted({(pool, page) for pool, page, _ in named}))
+            for pool, page in claims[-1]:
+                at = next(i for i in range(5) if page_hash(i) == page)
+                assert set(world.keys(pool, at)) <= put
+
+        world.store.before_put = put.update
+        world.claims.check = check
         world.mover.back_up(hashes_of(5), slots)
-        assert order == ["put", "put", ["kv", "swa"]] * 3
+        chunks = [(0, 1), (2, 3), (4,)]
+        assert claims == [sorted((n, page_hash(i)) for n in ("kv", "swa") for i in c) for c in chunks]
+
+
+def test_bytes_of_one_chunk_move_at_a_time_and_beside_them_the_next_is_made_ready():
+    with world_of(KV_SWA, chunk=1) as world:
+        slots = all_slots(world.names, 3)
+        world.fill(slots)
+        moving, most, asked = 0, 0, threading.Event()
+        put, exists = world.store.put, world.store.exists
+
+        def counted_put(keys, buffers, groups=None):
+            nonlocal moving, most
+            moving += 1
+            most = max(most, moving)
+            if set(keys) & set(world.keys("kv", 0)):
+                assert asked.wait(10), "the next chunk waits for this one"
+            codes = put(keys, buffers, groups)
+            moving -= 1
+            return codes
+
+        def noted_exists(keys):
+            if set(keys) & set(world.keys("kv", 1)):
+                asked.set()
+            return exists(keys)
+
+        world.store.put, world.store.exists = counted_put, noted_exists
+        assert world.mover.back_up(hashes_of(3), slots).transfers_done
+        assert most == 1
 
 
 def test_a_commit_that_is_refused_for_good_ends_the_transfer():
@@ -348,7 +385,7 @@ def test_a_commit_that_is_refused_for_good_ends_the_transfer():
         assert isinstance(done.error, ControlRefused)
         assert not done.transfers_done
         assert len(world.claims.commits) == 1
-        assert done.stored["kv"].tolist() == [True, False, False]
+        assert done.stored["kv"].tolist() in ([True, False, False], [True, True, False])
 
 
 def test_a_redis_that_is_away_for_one_commit_costs_no_claim():
