@@ -15,6 +15,8 @@ from kvcache_sim.plan import build_execution_plan
 from kvcache_sim.policies import simulate_policy
 from kvcache_sim.trace import parse_trace_lines
 
+from caketin.model_bytes import model_bytes
+from caketin.model_config import find_config
 from caketin.replay.trace import generate
 from caketin.sizing import hit_curve
 from tests.servers import stack
@@ -103,6 +105,14 @@ def test_the_published_trace_has_the_published_hits_and_the_simulators(conversat
     curve = hit_curve(requests, 0.5)
     for size in (5_712, 45_697):
         assert curve.hits[size] == judged(requests, size)
+    # What docs/install.md says.
+    pages = curve.pages_for(0.3)
+    assert pages is not None
+    assert round(100 * curve.hit_rate(curve.distinct_pages)) == 39
+    token = model_bytes(find_config("deepseek-v4-flash"))
+    states = sum(size for pool, size in token.pools.items() if pool.endswith("_state"))
+    assert (round(token.per_token / 1e3, 1), round((token.per_token - states) / 1e3, 1)) == (35.8, 29.1)
+    assert round(pages * PAGE_TOKENS * token.per_token / (1 << 30)) == 350
 
 
 def size(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -135,11 +145,41 @@ def test_a_hit_rate_that_no_size_has_is_told_and_ends_with_1(trace: Path) -> Non
     assert "no size: the trace has" in done.stdout
 
 
+def test_the_bytes_of_a_token_come_from_the_model(trace: Path, tmp_path: Path) -> None:
+    done = size(str(trace), "--model", "deepseek-v4-flash", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (round(told["bytes_per_token"]), told["page_size"], len(told["pools"])) == (35_774, 256, 6)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 128}))
+    done = size(str(trace), "--model", str(tmp_path), "--kv-dtype", "fp8", "--tp", "8")
+    assert done.returncode == 0, done.stderr
+    assert "4,096 bytes a token, in pages of 64 tokens: kv 4,096" in done.stdout
+
+
+def test_states_that_count_once_a_page_are_told_to_be_the_most(trace: Path) -> None:
+    named = (str(trace), "--model", "qwen3-next-80b-a3b")
+    assert "--state-tokens" in size(*named).stdout
+    told = size(*named, "--state-tokens", "8192", "--page-size", "128")
+    assert "in pages of 128 tokens: kv 24,576, mamba 9,432" in told.stdout
+    assert "--state-tokens" not in told.stdout
+
+
+ONE_OF = "give one of --model, --bytes-per-token and --namespace"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "give one of --bytes-per-token and --namespace"),
-        (["--bytes-per-token", "1", "--namespace", "x"], "give one of --bytes-per-token and --namespace"),
+        ([], ONE_OF),
+        (["--bytes-per-token", "1", "--namespace", "x"], ONE_OF),
+        (["--model", "qwen3-8b", "--namespace", "x"], ONE_OF),
+        (["--model", "qwen3-8b", "--bytes-per-token", "1"], ONE_OF),
+        (["--bytes-per-token", "1", "--tp", "1"], "--tp goes with --model"),
+        (["--model", "qwen3-8c"], "known are deepseek-r1, deepseek-v3"),
+        (["--model", "/dev/null"], "give --bytes-per-token or --namespace instead"),
+        (["--bytes-per-token", "inf"], "--bytes-per-token"),
+        (["--bytes-per-token", "nan"], "--bytes-per-token"),
         (["--namespace", "9f86d081884c7d65", "--url", "http://127.0.0.1:1"], "does not say"),
     ],
 )

@@ -117,6 +117,14 @@ def test_our_commands_on_the_page_take_the_flags_that_they_are_given_smoke() -> 
     assert checked == {"doctor", "size", "token"}
 
 
+def test_the_models_that_the_page_names_are_known() -> None:
+    from caketin.known_models import MODELS
+
+    named = [m[1] for line in LINES if (m := re.search(r"--model (\S+)", line))]
+    assert "deepseek-v4-flash" in named
+    assert all(name in MODELS or name.endswith("/config.json") for name in named)
+
+
 def test_the_tokens_that_the_page_makes_open_what_they_are_for(tmp_path: Path) -> None:
     made = [line for line in LINES if line.startswith("caketin token new")]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
