@@ -63,6 +63,7 @@ _NOT_KNOWN: Final = {
     "kv_source_layer_ids": "layers that share compressed keys",
     "swa_kv_lora_rank": "windows of latent attention",
     "num_kv_shared_layers": "layers that share keys and values",
+    "block_configs": "layers of several shapes",
     "per_layer_config": "layers of several shapes",
     "global_head_dim": "layers of several shapes",
     "attention_other_setting": "layers of several shapes",

@@ -204,6 +204,7 @@ def test_heads_that_ranks_have_twice_are_stored_twice() -> None:
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4}
 STATE = 3 * (32 + 2 * 16) * 2 + 32 * 16 * 4
 NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 16, "conv_kernel": 4}
+KDA = {"kda_layers": [2], "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}  # the last of two
 ROW = 2 * 4 * 128 * 2
 
 
@@ -221,6 +222,7 @@ ROW = 2 * 4 * 128 * 2
             {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "hidden_size": 64},
             {"kv": ROW, "mamba": 2 * 64 * 2 / 64},
         ),
+        ({"linear_attn_config": KDA}, {"kv": ROW, "mamba": (3 * 3 * 32 * 2 + 32 * 8 * 4) / 64}),
         ({"sliding_window": 128}, {"kv": 2 * ROW}),
         ({"hybrid_layer_pattern": [0, 1], "swa_head_dim": 64}, {"kv": ROW, "swa": ROW / 2}),
         ({"layer_types": ["chunked_attention", "full_attention"]}, {"kv": ROW, "swa": ROW}),
@@ -288,6 +290,8 @@ def test_deepseek_v4_is_read_in_both_spellings() -> None:
         ),
         (GQA | {"index_head_dim": 128}, "index_head_dim"),
         (GQA | {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        (GQA | {"num_key_value_heads": [4, 2]}, "num_key_value_heads"),
+        (GQA | {"block_configs": [{}]}, "block_configs"),
         (GQA | {"is_encoder_decoder": True}, "is_encoder_decoder"),
         (GQA | {"kv_lora_rank": 512}, "qk_rope_head_dim"),
         (GQA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}, "index_head_dim"),
