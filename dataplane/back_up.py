@@ -27,7 +27,16 @@ from dataplane.object_store import ObjectStore, StoreCode
 from dataplane.page_statements import PoolFacts, Statement, statements
 from dataplane.stage_batch import PoolPages, StageBatch
 from dataplane.stage_put import put_confirmed
-from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
+from dataplane.transfer import (
+    NO_SLOT,
+    WRITE_CHUNK_PAGES,
+    BoolArray,
+    PageArray,
+    Progress,
+    RankPools,
+    Slots,
+    chunks,
+)
 from dataplane.transfer_limits import TransferLimits
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
@@ -100,7 +109,7 @@ class BackUp:
 
     def run(self) -> BackedUp:
         """Store, confirm and commit, chunk by chunk."""
-        parts = list(chunks(len(self._hashes)))
+        parts = list(chunks(len(self._hashes), WRITE_CHUNK_PAGES))
         if len(parts) == 1:
             self._finish(parts[0], partial(self._store_chunk, parts[0]))
         elif parts:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -183,14 +184,22 @@ class Prefetch:
         """
         windows = [n for n, p in self._gates.items() if isinstance(p, TrailingPages)]
         self._share = 1 - WINDOW_SHARE if windows else 1.0
+        stages = [
+            [n for n in stage if isinstance(self._policies.get(n), AllPages)] for stage in self._pools.stages
+        ]
+        steps = [(names, chunk) for chunk in chunks(limit) for names in stages if names]
+        made: Future[StageBatch] | None = None
         try:
-            for chunk in chunks(limit):
-                for stage in self._pools.stages:
-                    whole = [n for n in stage if isinstance(self._policies.get(n), AllPages)]
+            with ThreadPoolExecutor(1, "caketin-prefetch") as beside:
+                for step, (names, chunk) in enumerate(steps):
+                    batch, made = made, None
+                    if step + 1 < len(steps):
+                        # Its keys and addresses take as long as some megabytes take to move.
+                        made = beside.submit(self._batch_of, *steps[step + 1])
                     pages = range(chunk.start, min(chunk.stop, limit))
-                    limit = self._read_pages(dict.fromkeys(whole, pages), limit)
-                # A renewed lease may have shown that a page further on is gone.
-                limit = self._longest(self._readable, limit)
+                    limit = self._read_pages(dict.fromkeys(names, pages), limit, batch)
+                    # A renewed lease may have shown that a page further on is gone.
+                    limit = self._longest(self._readable, limit)
         except TransferTimedOut as timed_out:
             log.warning("a prefetch was cut short: %s", timed_out)
             self._timed_out = timed_out
@@ -228,8 +237,15 @@ class Prefetch:
                 covered = min(limit, self._promise.pools.get(name, 0))
                 self._read_pages({name: range(covered)}, limit)
 
-    def _read_pages(self, wanted: Mapping[str, range], limit: int) -> int:
+    def _read_pages(
+        self, wanted: Mapping[str, range], limit: int, made: Future[StageBatch] | None = None
+    ) -> int:
         """Read those of the wanted pages that are readable and not read yet, until a gating one is lost.
+
+        Args:
+            wanted: by pool name.
+            limit: the longest length that is possible so far.
+            made: a batch of these pages, where one was made beforehand; used if it is still the right one.
 
         Returns:
             The longest length that is still possible, at most `limit`.
@@ -237,14 +253,25 @@ class Prefetch:
         at = {n: self._unread(n, pages) for n, pages in wanted.items()}
         for chunk in chunks(max((pages.size for pages in at.values()), default=0)):
             self._keep_leases()
-            members = [
-                PoolPages(self._pools.bound[n], pages[chunk], self._slots[n][pages[chunk]])
-                for n, pages in at.items()
-                if pages[chunk].size
-            ]
-            if not self._read_batch(StageBatch(self._pools.namespace_id, self._hashes, tuple(members))):
+            batch = None if made is None else made.result()
+            here = {n: pages[chunk] for n, pages in at.items()}
+            if batch is None or not _is_of(batch, here):
+                batch = self._batch(here)
+            if not self._read_batch(batch):
                 return self._longest(self._readable, limit)
         return limit
+
+    def _batch_of(self, names: Sequence[str], chunk: slice) -> StageBatch:
+        """Return a batch that is ready to be moved, of what is not read yet of a chunk."""
+        batch = self._batch({n: self._unread(n, range(chunk.start, chunk.stop)) for n in names})
+        batch.make()
+        return batch
+
+    def _batch(self, pages: Mapping[str, PageArray]) -> StageBatch:
+        members = [
+            PoolPages(self._pools.bound[n], at, self._slots[n][at]) for n, at in pages.items() if at.size
+        ]
+        return StageBatch(self._pools.namespace_id, self._hashes, tuple(members))
 
     def _unread(self, name: str, pages: range) -> PageArray:
         found = np.flatnonzero(self._readable[name] & ~self._read[name])
@@ -309,7 +336,7 @@ class Prefetch:
 
     def _lease(self, name: str, pages: range, *, every_object: bool) -> _Lease:
         pool, at = self._pools.bound[name], np.arange(pages.start, pages.stop)
-        keys = pool.keys(self._pools.namespace_id, [self._hashes[p] for p in pages])
+        keys = pool.keys(self._pools.namespace_id, self._hashes[pages.start : pages.stop])
         if every_object:
             return _Lease(name, at, keys, (len(pool.shards), pool.parts))
         return _Lease(name, at, keys[:: pool.objects_per_page], (1, 1))
@@ -358,6 +385,14 @@ class Prefetch:
                 errors.append(FieldError(f"slots.{name}[{first + int(absent[0])}]", "no_slot", detail))
         if errors:
             raise InvalidInput("the slots do not hold what is promised", errors)
+
+
+def _is_of(batch: StageBatch, pages: Mapping[str, PageArray]) -> bool:
+    """Return whether a batch has these pages and no others."""
+    has = {m.pool.name: m.pages for m in batch.members}
+    return has.keys() == {n for n, at in pages.items() if at.size} and all(
+        np.array_equal(has[n], at) for n, at in pages.items() if at.size
+    )
 
 
 def _promised_lengths(promise: control.LookupResult, pages: int) -> BoolArray:

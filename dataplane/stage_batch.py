@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from dataplane.bound_pool import BoundPool
 from dataplane.object_store import ObjectBuffers
 from metadata import object_keys
+from metadata.codec import PageHashes
 
 T = TypeVar("T", bound=np.generic)
 
@@ -91,6 +92,11 @@ class StageBatch:
         """Bytes that each object must have, int64."""
         return np.concatenate([np.tile(m.pool.object_sizes, len(m.pages)) for m in self.members])
 
+    def make(self) -> None:
+        """Make keys and buffers now; otherwise they are made when they are first asked for."""
+        if self.members:
+            _ = self.keys, self.buffers
+
     def by_shard(self, values: NDArray[T]) -> Iterator[tuple[PoolPages, NDArray[T]]]:
         """Yield for each member the values of its objects, (pages, owned shards, parts).
 
@@ -104,8 +110,8 @@ class StageBatch:
             yield m, values[start:stop].reshape(shape)
             start = stop
 
-    def _hashes(self, member: PoolPages) -> list[bytes]:
-        return [self.page_hashes[i] for i in member.pages.tolist()]
+    def _hashes(self, member: PoolPages) -> PageHashes:
+        return PageHashes.of(self.page_hashes).take(member.pages)
 
 
 def _joined(tables: Sequence[ObjectBuffers]) -> ObjectBuffers:

@@ -14,8 +14,11 @@ from metadata.errors import FieldError, InvalidInput
 from metadata.pools import HitPolicy, PoolSpec, validate_pool_set, write_stages
 
 NO_SLOT: Final = -1
-CHUNK_PAGES: Final = 256
-"""Pages that one call of the store moves: enough to fill a link, few enough that a fault costs little."""
+CHUNK_PAGES: Final = 512
+"""Pages that one call of the store reads: enough to fill a link, few enough that a fault costs little."""
+
+WRITE_CHUNK_PAGES: Final = 256
+"""Pages of a back-up's chunk; fewer, since what one needs besides is done while another one moves."""
 
 BoolArray: TypeAlias = NDArray[np.bool_]
 PageArray: TypeAlias = NDArray[np.int64]
@@ -99,7 +102,8 @@ def _slots_fault(slots: NDArray[Any], pages: int, bound: int) -> tuple[str, str,
     return None
 
 
-def chunks(pages: int) -> Iterator[slice]:
-    """Yield slices of at most `CHUNK_PAGES` that cover `pages` in order."""
-    for start in range(0, pages, CHUNK_PAGES):
-        yield slice(start, min(start + CHUNK_PAGES, pages))
+def chunks(pages: int, most: int | None = None) -> Iterator[slice]:
+    """Yield slices of at most `most` pages (`CHUNK_PAGES`) that cover `pages` in order."""
+    step = min(most or CHUNK_PAGES, CHUNK_PAGES)
+    for start in range(0, pages, step):
+        yield slice(start, min(start + step, pages))

@@ -103,6 +103,15 @@ class PageHashes(Sequence[bytes]):
             return PageHashes(self.raw[where.start * HASH_BYTES : where.stop * HASH_BYTES])
         return PageHashes(b"".join(self[i] for i in where))
 
+    def take(self, at: NDArray[np.int64]) -> PageHashes:
+        """Return the hashes at these places, int64 (n,), in their order; faster than one by one.
+
+        Raises:
+            IndexError: for a place that is not there.
+        """
+        rows = np.frombuffer(self.raw, np.uint8).reshape(-1, HASH_BYTES)
+        return PageHashes(rows[at].tobytes())
+
     def __iter__(self) -> Iterator[bytes]:
         raw = self.raw
         return (raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES))

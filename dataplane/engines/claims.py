@@ -212,7 +212,7 @@ class Claims:
             if isinstance(error, ControlPlaneAway) or error.passing or self._link.forgotten(error):
                 self._keep(claim.page_hashes, claim.held)
             return
-        pages = PageHashes.of([claim.page_hashes[i] for i in np.flatnonzero(taken).tolist()])
+        pages = claim.page_hashes.take(np.flatnonzero(taken))
         self._on_taken(pages, {n: table[taken] for n, table in claim.held.items()})
 
     def _note_rejected(self, claim: _Claim, rejected: Sequence[control.Rejection], taken: BoolArray) -> None:

@@ -279,7 +279,7 @@ def _only(members: Mapping[str, SlotPages], good: set[bytes]) -> dict[str, SlotP
     for name, pages in members.items():
         keep = np.array([h in good for h in pages.page_hashes], dtype=np.bool_)
         at = np.flatnonzero(keep)
-        chosen[name] = SlotPages(PageHashes.of([pages.page_hashes[i] for i in at.tolist()]), pages.slots[at])
+        chosen[name] = SlotPages(pages.page_hashes.take(at), pages.slots[at])
     return chosen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,15 +113,19 @@ class FaultyStore:
         self.raising: Callable[[str, int], None] = lambda _verb, _number: None
         self.before_put: Callable[[Sequence[str]], None] = lambda _keys: None
         self.confirmed: set[str] = set()
+        self.stored: set[str] = set()
         self.log: list[tuple[str, list[str], np.ndarray | None]] = []
+        self._lock = threading.Lock()
 
-    def _note(self, verb: str, keys: Sequence[str]) -> None:
-        self.raising(verb, sum(1 for v, _, _ in self.log if v == verb))
-        self.log.append((verb, list(keys), None))
+    def _note(self, verb: str, keys: Sequence[str]) -> int:
+        with self._lock:
+            self.raising(verb, sum(1 for v, _, _ in self.log if v == verb))
+            self.log.append((verb, list(keys), None))
+            return len(self.log) - 1
 
-    def _answered(self, answer: np.ndarray) -> None:
-        verb, keys, _ = self.log[-1]
-        self.log[-1] = (verb, keys, answer.copy())
+    def _answered(self, call: int, answer: np.ndarray) -> None:
+        verb, keys, _ = self.log[call]
+        self.log[call] = (verb, keys, answer.copy())
 
     def calls(self, *verbs: str) -> list[tuple[str, list[str], np.ndarray | None]]:
         return [entry for entry in self.log if entry[0] in verbs]
@@ -128,41 +133,43 @@ class FaultyStore:
     def put(
         self, keys: Sequence[str], buffers: ObjectBuffers, groups: Sequence[str] | None = None
     ) -> np.ndarray:
-        self._note("put", keys)
+        call = self._note("put", keys)
         self.before_put(keys)
         codes = np.array([self.on_put.get(k, 0) for k in keys], dtype=np.int8)
         real = np.array([i for i, k in enumerate(keys) if not codes[i] and k not in self.unwritten], np.intp)
         if real.size:
             assert groups is not None
             codes[real] = self.real.put([keys[i] for i in real], buffers[real], [groups[i] for i in real])
-        self._answered(codes)
+        self.stored |= {k for k, c in zip(keys, codes.tolist(), strict=True) if c == StoreCode.OK}
+        self._answered(call, codes)
         return codes
 
     def get(self, keys: Sequence[str], buffers: ObjectBuffers) -> np.ndarray:
-        self._note("get", keys)
+        call = self._note("get", keys)
         codes = np.array([self.on_get.get(k, 0) for k in keys], dtype=np.int8)
         real = np.flatnonzero(codes == 0)
         if real.size:
             codes[real] = self.real.get([keys[i] for i in real], buffers[real])
-        self._answered(codes)
+        self._answered(call, codes)
         return codes
 
     def confirm(self, keys: Sequence[str], sizes: np.ndarray) -> np.ndarray:
-        self._note("confirm", keys)
+        call = self._note("confirm", keys)
         codes = self.real.confirm(keys, sizes)
         for i, key in enumerate(keys):
             codes[i] = self.on_confirm.get(key, codes[i])
         self.confirmed |= {k for k, c in zip(keys, codes.tolist(), strict=True) if c == StoreCode.OK}
-        self._answered(codes)
+        self._answered(call, codes)
         return codes
 
     def exists(self, keys: Sequence[str], *, renew: bool = True) -> np.ndarray:
-        self._note("exists" if renew else "peek", keys)
+        call = self._note("exists" if renew else "peek", keys)
         there = self.real.exists(keys, renew=renew)
         told = [self.on_confirm.get(key, StoreCode.OK) == StoreCode.OK for key in keys]
         there &= np.array(told, dtype=np.bool_)
-        self.confirmed |= {k for k, yes in zip(keys, there.tolist(), strict=True) if yes}
-        self._answered(there)
+        # Of what was there before a put its size is not known yet.
+        self.confirmed |= {k for k, yes in zip(keys, there.tolist(), strict=True) if yes} & self.stored
+        self._answered(call, there)
         return there
 
     def remove(self, keys: Sequence[str]) -> int:

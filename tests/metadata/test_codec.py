@@ -191,6 +191,19 @@ def test_page_hashes_are_the_sequence_of_their_hashes(pages):
     assert hash(PageHashes.of(hashes)) == hash(hashes)
 
 
+@given(st.lists(st.binary(min_size=32, max_size=32), max_size=20), st.data())
+def test_hashes_are_taken_as_they_would_be_one_by_one(pages, data):
+    places = st.lists(st.integers(0, len(pages) - 1), max_size=30) if pages else st.just([])
+    at = data.draw(places)
+    taken = PageHashes.of(pages).take(np.array(at, np.int64))
+    assert list(taken) == [pages[i] for i in at]
+
+
+def test_a_hash_that_is_not_there_cannot_be_taken():
+    with pytest.raises(IndexError):
+        PageHashes(bytes(64)).take(np.array([2]))
+
+
 def test_models_take_the_values_that_they_hold():
     hashes, tokens = PageHashes.of([HASH]), TokenIds.of([7])
     assert LookupRequest(page_hashes=hashes).page_hashes is hashes
