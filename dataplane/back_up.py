@@ -11,8 +11,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -20,6 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from dataplane.beside import Beside
 from dataplane.commit_queue import CommitQueue, UnclaimedPages, passing
 from dataplane.control_plane import ControlPlane, ControlPlaneAway
 from dataplane.messages import control
@@ -111,7 +111,7 @@ class BackUp:
         """Store, confirm and commit, chunk by chunk."""
         parts = list(chunks(len(self._hashes), WRITE_CHUNK_PAGES))
         if len(parts) == 1:
-            self._finish(parts[0], partial(self._store_chunk, parts[0]))
+            self._finish(parts[0])
         elif parts:
             self._run_overlapped(parts)
         if self._unclaimed is not None:
@@ -123,23 +123,31 @@ class BackUp:
 
         Their order is that of a page (O1), and each page is in one chunk. Bytes of one chunk move at a time.
         """
-        running: deque[tuple[slice, Callable[[], None]]] = deque()
-        # Its end waits for all that run: until they return the store uses the memory (M1).
-        with ThreadPoolExecutor(_CHUNKS_AT_ONCE, "caketin-back-up") as workers:
+        started: list[Beside[None]] = []
+        running: deque[tuple[slice, Beside[None]]] = deque()
+        try:
+            for chunk in parts:
+                if self._error is not None or not passing(self._commit_error):
+                    break
+                started.append(Beside(partial(self._store_chunk, chunk), "back-up"))
+                running.append((chunk, started[-1]))
+                if len(running) == _CHUNKS_AT_ONCE:
+                    self._finish(*running.popleft())
+        finally:
             try:
-                for chunk in parts:
-                    if self._error is not None or not passing(self._commit_error):
-                        break
-                    running.append((chunk, workers.submit(self._store_chunk, chunk).result))
-                    if len(running) == _CHUNKS_AT_ONCE:
-                        self._finish(*running.popleft())
-            finally:
                 while running:
                     self._finish(*running.popleft())
+            finally:
+                # Also after Ctrl-C: until they return the store uses the memory (M1).
+                for one in started:
+                    one.wait()
 
-    def _finish(self, chunk: slice, work: Callable[[], None]) -> None:
+    def _finish(self, chunk: slice, work: Beside[None] | None = None) -> None:
         try:
-            work()
+            if work is None:
+                self._store_chunk(chunk)
+            else:
+                work.result()
         except CaketinError as cut:
             self._error = self._error or cut
         finally:

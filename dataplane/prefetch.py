@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 
+from dataplane.beside import Beside
 from dataplane.control_plane import ControlPlane
 from dataplane.lost_pages import LostPages
 from dataplane.messages import control
@@ -188,18 +189,17 @@ class Prefetch:
             [n for n in stage if isinstance(self._policies.get(n), AllPages)] for stage in self._pools.stages
         ]
         steps = [(names, chunk) for chunk in chunks(limit) for names in stages if names]
-        made: Future[StageBatch] | None = None
+        made: Beside[StageBatch] | None = None
         try:
-            with ThreadPoolExecutor(1, "caketin-prefetch") as beside:
-                for step, (names, chunk) in enumerate(steps):
-                    batch, made = made, None
-                    if step + 1 < len(steps):
-                        # Its keys and addresses take as long as some megabytes take to move.
-                        made = beside.submit(self._batch_of, *steps[step + 1])
-                    pages = range(chunk.start, min(chunk.stop, limit))
-                    limit = self._read_pages(dict.fromkeys(names, pages), limit, batch)
-                    # A renewed lease may have shown that a page further on is gone.
-                    limit = self._longest(self._readable, limit)
+            for step, (names, chunk) in enumerate(steps):
+                batch, made = made, None
+                if step + 1 < len(steps):
+                    # Its keys and addresses take as long as some megabytes take to move.
+                    made = Beside(partial(self._batch_of, *steps[step + 1]), "prefetch")
+                pages = range(chunk.start, min(chunk.stop, limit))
+                limit = self._read_pages(dict.fromkeys(names, pages), limit, batch)
+                # A renewed lease may have shown that a page further on is gone.
+                limit = self._longest(self._readable, limit)
         except TransferTimedOut as timed_out:
             log.warning("a prefetch was cut short: %s", timed_out)
             self._timed_out = timed_out
@@ -238,7 +238,7 @@ class Prefetch:
                 self._read_pages({name: range(covered)}, limit)
 
     def _read_pages(
-        self, wanted: Mapping[str, range], limit: int, made: Future[StageBatch] | None = None
+        self, wanted: Mapping[str, range], limit: int, made: Beside[StageBatch] | None = None
     ) -> int:
         """Read those of the wanted pages that are readable and not read yet, until a gating one is lost.
 
