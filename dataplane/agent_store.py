@@ -21,7 +21,7 @@ from dataplane.file_store import FileStore
 from dataplane.messages.control import FileAccess, MooncakeAccess
 from dataplane.object_store import MEMORY_IN_DOUBT, ObjectBuffers, ObjectStore, StoreCode, StoreError
 from dataplane.store_access import StoreOverrides, open_store
-from metadata.errors import CaketinError
+from metadata.errors import CaketinError, InvalidInput
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class SharedStores:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[MooncakeAccess | FileAccess, _Shared] = {}
+        self._open: dict[tuple[MooncakeAccess | FileAccess, tuple[str, ...]], _Shared] = {}
         self._doubt = threading.local()
         self.health = StoreHealth()
 
@@ -69,8 +69,8 @@ class SharedStores:
         Raises:
             StoreUnavailable, RegistrationFailed: see `store_access.open_store`.
         """
-        # A key prefix is a namespace's; the store is the same.
-        key = _without_prefix(access)
+        # A key prefix is a namespace's; the store is the same. Ranks with devices of their own have one each.
+        key = _without_prefix(access), _devices(access, overrides, rank)
         with self._lock:
             found = self._open.get(key)
             if found is None:
@@ -228,6 +228,14 @@ class StoreView:
 
 def _moved(buffers: ObjectBuffers, codes: NDArray[np.int8]) -> int:
     return int(buffers.sizes[codes == StoreCode.OK].sum())
+
+
+def _devices(access: MooncakeAccess | FileAccess, overrides: StoreOverrides, rank: str) -> tuple[str, ...]:
+    if isinstance(access, FileAccess):
+        return ()
+    with contextlib.suppress(InvalidInput):  # opening it says what is wrong
+        return overrides.mooncake(access, rank).chosen_devices
+    return ()
 
 
 def _without_prefix(access: MooncakeAccess | FileAccess) -> MooncakeAccess | FileAccess:
