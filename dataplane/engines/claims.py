@@ -216,12 +216,16 @@ class Claims:
         self._on_taken(pages, {n: table[taken] for n, table in claim.held.items()})
 
     def _note_rejected(self, claim: _Claim, rejected: Sequence[control.Rejection], taken: BoolArray) -> None:
-        """Note what the index did not take; what it only takes later is claimed later."""
-        for one in rejected:
-            if one.page >= len(claim.page_hashes) or one.pool not in claim.held:
-                continue
+        """Note what the index did not take; what it only takes later is claimed later.
+
+        An anchor that has a negative entry takes its sidecars along: what is rejected of such a page stays
+        together.
+        """
+        ours = [r for r in rejected if r.page < len(claim.page_hashes) and r.pool in claim.held]
+        later = {r.page for r in ours if r.code == _NEGATIVE_ENTRY}
+        for one in ours:
             taken[one.page] = False
-            if one.code == _NEGATIVE_ENTRY:
+            if one.page in later:
                 row = slice(one.page, one.page + 1)
                 self._keep(claim.page_hashes[row], {one.pool: claim.held[one.pool][row]})
 

@@ -92,7 +92,7 @@ class EngineLink:
         self._pause = _FIRST_PAUSE
         self._complaint = ""
         self.failure: CaketinError | None = None
-        self._chores: list[Callable[[Joined], None]] = []
+        self._chores: list[tuple[Callable[[Joined], None], bool]] = []
         self._wake = threading.Event()
         self._ended = threading.Event()
         self._first_try = threading.Event()
@@ -103,9 +103,14 @@ class EngineLink:
         """What to work with, None while the rank is not attached."""
         return self._joined
 
-    def on_tick(self, chore: Callable[[Joined], None]) -> None:
-        """Have `chore` called a few times a second while attached."""
-        self._chores.append(chore)
+    def on_tick(self, chore: Callable[[Joined], None], *, also_away: bool = False) -> None:
+        """Have `chore` called a few times a second while attached.
+
+        Args:
+            chore: what to call.
+            also_away: whether it is due while the control plane does not answer, too.
+        """
+        self._chores.append((chore, also_away))
 
     def start(self, seconds: float) -> bool:
         """Begin, and wait at most `seconds` for the first try; return whether it attached."""
@@ -202,7 +207,7 @@ class EngineLink:
 
     def _end(self) -> None:
         joined, self._joined = self._joined, None
-        if joined is not None and not self._circuit.is_open:
+        if joined is not None:
             self._do_chores(joined)
         try:
             self._attachment.leave()
@@ -213,18 +218,19 @@ class EngineLink:
     def _step(self) -> None:
         """Do what is due."""
         now = time.monotonic()
+        joining = self._join_due(now)
         try:
-            if self._join_due(now):
+            if joining:
                 self._join()
             elif self._joined is not None and self._beat_due(now):
                 self._beat(now)
         except CaketinError as error:
-            self._failed(error, now)
+            self._failed(error, joining=joining)
         except Exception:
             # The thread is all that can ever attach again, so nothing may end it.
             log.exception("attaching failed in a way that nobody foresaw")
-            self._failed(None, now)
-        if self._joined is not None and not self._circuit.is_open:
+            self._failed(None, joining=joining)
+        if self._joined is not None:
             self._do_chores(self._joined)
 
     def _join_due(self, now: float) -> bool:
@@ -265,29 +271,43 @@ class EngineLink:
         with self._lock:
             self._beat_at = now + self._beat_every
             self._pause = _FIRST_PAUSE
-            if self._circuit.is_open:
+            was_open = self._circuit.is_open
+            if was_open:
                 self._circuit.begin_probe()
                 self._circuit.end_probe(good=True)
+            if was_open and not self._circuit.is_open:
                 log.warning("the control plane answers again")
 
-    def _failed(self, error: CaketinError | None, now: float) -> None:
-        """Note when to try again; say each new reason once."""
+    def _failed(self, error: CaketinError | None, *, joining: bool) -> None:
+        """Note when to try again; say each new reason once.
+
+        What asked for a registration is there until one succeeds, also of a rank that is attached: pools that
+        came late are a miss until then. Only a heartbeat that nobody answered asks for none.
+        """
+        now = time.monotonic()
         self.failure = error or self.failure
         pause = self._pause * random.uniform(0.7, 1.3)  # noqa: S311  spreads the ranks, protects nothing
         with self._lock:
             self._circuit.end_probe(good=False)
             self._beat_at = now + min(1.0, self._beat_every)
-            if self._join_at == _NEVER and (self._joined is None or isinstance(error, ControlRefused)):
+            if self._join_at == _NEVER and (joining or isinstance(error, ControlRefused)):
                 self._join_at = now + pause
         self._pause = min(_LONGEST_PAUSE, self._pause * 2)
         if error is not None and str(error) != self._complaint:
             self._complaint = str(error)
             refused = not isinstance(error, ControlPlaneAway)
             level = logging.ERROR if refused else logging.WARNING
-            log.log(level, "not attached, everything is a miss; trying again: %s", error)
+            state = (
+                "not attached, everything is a miss"
+                if self._joined is None
+                else "the last registration holds"
+            )
+            log.log(level, "%s; trying again: %s", state, error)
 
     def _do_chores(self, joined: Joined) -> None:
-        for chore in self._chores:
+        for chore, also_away in self._chores:
+            if self._circuit.is_open and not also_away:
+                continue
             try:
                 chore(joined)
             except CaketinError as error:

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 MAX_WAITING_PAGES: Final = 262_144
 SETTLE_SECONDS: Final = 1.0
 """How long a sidecar waits for its anchor before it is claimed by itself."""
+GIVE_UP_SECONDS: Final = 600.0
+"""How long a sidecar waits that was offered by itself and refused: its anchor could not be stored."""
 _RETRY_SECONDS: Final = 1.0
 _CLOSE_SECONDS: Final = 5.0
 
@@ -141,6 +143,11 @@ class PageWrites:
             self._retry_at = now + _RETRY_SECONDS
             self._claims.retry(joined)
         with self._lock:
+            while self._waiting:
+                oldest = next(iter(self._waiting.values()))
+                if not oldest.tried or now - oldest.since < GIVE_UP_SECONDS:
+                    break
+                self._waiting.popitem(last=False)
             late = [
                 (h, w) for h, w in self._waiting.items() if not w.tried and now - w.since > SETTLE_SECONDS
             ]
@@ -167,7 +174,10 @@ class PageWrites:
         self._claims.claim_rows(joined, [(h, dict(w.held)) for h, w in pages])
 
     def _taken(self, page_hashes: PageHashes, held: Mapping[str, BoolArray]) -> None:
-        """Forget of pages that the index has taken what waits; what was stored meanwhile goes on waiting."""
+        """Forget of pages that the index has taken what waits; what was stored meanwhile goes on waiting.
+
+        What was refused before is offered again: what it was refused for may be what is taken now.
+        """
         with self._lock:
             for i, page_hash in enumerate(page_hashes) if self._waiting else ():
                 waiting = self._waiting.get(page_hash)
@@ -177,6 +187,7 @@ class PageWrites:
                     row = waiting.held.get(name)
                     if row is not None and not (row & ~table[i]).any():
                         del waiting.held[name]
+                waiting.tried = False
                 if not waiting.held:
                     del self._waiting[page_hash]
 

@@ -120,7 +120,7 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         self._lookup = PageLookup(link, self._promises)
         self._reads = PageReads(link, self._promises)
         self._writes = PageWrites(link)
-        link.on_tick(lambda joined: self._promises.renew(joined.store))
+        link.on_tick(lambda joined: self._promises.renew(joined.store), also_away=True)
         link.on_tick(self._writes.settle)
         self._tell_pools(link)
         self._link = link

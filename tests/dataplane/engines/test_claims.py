@@ -140,6 +140,25 @@ def test_a_negative_entry_is_claimed_later_and_a_missing_anchor_is_not(claims, p
     assert plane.calls[1] == {"pages": [1], "kv": ([(0, 0)], [0, 1], "id-kv")}
 
 
+def test_a_sidecar_is_kept_with_the_anchor_that_is_only_taken_later(claims, plane, taken):
+    """The anchor has a negative entry, so the sidecar of the same call has none: both are claimed again."""
+    plane.rejected = [
+        Rejection(page=0, pool="swa", code="anchor_missing"),
+        Rejection(page=0, pool="kv", code="negative_entry"),
+    ]
+    claims.claim(JOINED, hashes(1, 2), {"kv": rows(2), "swa": rows(2, 1)})
+    assert not claims.flush(0.2)
+    plane.rejected = []
+    claims.retry(JOINED)
+    assert claims.flush(PATIENCE)
+    assert plane.calls[1] == {
+        "pages": [1],
+        "kv": ([(0, 0)], [0, 1], "id-kv"),
+        "swa": ([(0, 0)], [1], "id-swa"),
+    }
+    assert taken == [[2], [1]]
+
+
 def test_rows_of_a_pool_that_has_other_shards_now_are_left_out(claims, plane):
     claims.claim_rows(JOINED, [((1).to_bytes(32), {"kv": rows(1)[0], "swa": np.ones(3, np.bool_)})])
     assert claims.flush(PATIENCE)
