@@ -33,7 +33,7 @@ from dataplane.engines.page_lookup import FoundPages, PageLookup
 from dataplane.engines.page_reads import PageReads, SlotPages
 from dataplane.engines.page_writes import PageWrites
 from dataplane.engines.promises import Promises
-from dataplane.engines.sglang_facts import engine_facts
+from dataplane.engines.sglang_facts import engine_facts, replica_rank
 from dataplane.engines.sglang_metrics import MoveMetrics
 from dataplane.engines.sglang_pools import EnginePool, RankPlace, engine_pool
 from dataplane.engines.sglang_settings import BackendSettings
@@ -76,11 +76,14 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             pp_rank=storage_config.pp_rank,
             pp_size=storage_config.pp_size,
             cp_rank=storage_config.attn_cp_rank,
-            dp_rank=storage_config.dp_rank,
+            dp_rank=storage_config.dp_rank or replica_rank(),
             replicated=storage_config.is_mla_model,
             writer=storage_config.is_storage_writer,
         )
         self._facts = engine_facts().named(storage_config.model_name)
+        # What cannot be used is refused now: SGLang undoes a failed construction, and no failure later on.
+        self._settings.model_of(self._facts)
+        self._client = ControlClient(self._settings.control, self._settings.me(self._place.name))
         self._metrics = MoveMetrics() if storage_config.enable_storage_metrics else None
         self._hosts: dict[str, Any] = {}
         self._pools: dict[str, EnginePool] = {}
@@ -100,11 +103,13 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             InvalidInput: the pool cannot be moved.
         """
         name = str(host_pool_name)
-        self.registered_pools[host_pool_name] = host_pool
-        self._hosts[name] = host_pool
+        hosts = {**self._hosts, name: host_pool}
         if self._link is not None:
-            self._pools = self._translated()
+            # One that cannot be moved is refused and leaves the others as they are.
+            self._pools = self._translated(hosts)
             self._tell_pools(self._link)
+        self._hosts = hosts
+        self.registered_pools[host_pool_name] = host_pool
 
     def on_host_pools_registered(self) -> None:
         """Attach; a control plane or store that is away is tried again in the background.
@@ -112,11 +117,10 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         Raises:
             InvalidInput: pools that cannot be moved.
         """
-        self._pools = self._translated()
+        self._pools = self._translated(self._hosts)
         identity = self._settings.identity(self._facts, self._page_size())
-        client = ControlClient(self._settings.control, self._settings.me(self._place.name))
-        attachment = RankAttachment(client, identity, self._settings.store)
-        link = EngineLink(client, attachment)
+        attachment = RankAttachment(self._client, identity, self._settings.store)
+        link = EngineLink(self._client, attachment)
         self._lookup = PageLookup(link, self._promises)
         self._reads = PageReads(link, self._promises)
         self._writes = PageWrites(link)
@@ -266,7 +270,7 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
             self._lookup.close()
             link.close()
 
-    def _translated(self) -> dict[str, EnginePool]:
+    def _translated(self, hosts: Mapping[str, Any]) -> dict[str, EnginePool]:
         page_size = self._page_size()
         tokens = self._settings.sliding_window_tokens or self._facts.sliding_window_tokens or page_size
         pools = {
@@ -276,9 +280,9 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
                 self._place,
                 window_pages=min(MAX_WINDOW_PAGES, -(-tokens // page_size)),
                 logical_dtype=self._facts.logical_dtype,
-                peers=tuple(self._hosts),
+                peers=tuple(hosts),
             )
-            for name, host in self._hosts.items()
+            for name, host in hosts.items()
         }
         validate_pool_set([p.registered for p in pools.values()])
         return pools

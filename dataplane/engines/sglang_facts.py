@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from dataplane.engines.sglang_settings import EngineFacts, local_model
@@ -30,6 +30,19 @@ def engine_facts() -> EngineFacts:
         logical_dtype=None if dtype in {None, "auto"} else dtype,
         sliding_window_tokens=_sliding_window(args) if path is not None else None,
     )
+
+
+def replica_rank() -> int:
+    """Return which replica of `--dp-size` this process serves.
+
+    SGLang's storage configuration tells the groups of DP attention apart, and says 0 for every replica
+    without it. They have one configuration, so one engine id: by their names alone each would take the other's place.
+    """
+    parallel = get_parallel()
+    try:
+        return 0 if parallel.attn_dp_size > 1 else parallel.dp_rank or 0
+    except (RuntimeError, ValueError):  # nobody has said it in this process: there is one
+        return 0
 
 
 def _sliding_window(args: Any) -> int | None:

@@ -58,7 +58,7 @@ class RankPlace:
         pp_rank: pipeline stage.
         pp_size: number of stages.
         cp_rank: context-parallel rank; all of them hold the same bytes.
-        dp_rank: which attention group.
+        dp_rank: which attention group, or which replica.
         replicated: whether all TP ranks hold the same KV (MLA, DeepSeek V4).
         writer: whether this rank writes what is replicated.
     """

@@ -61,12 +61,13 @@ class BackendSettings:
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any] | None) -> BackendSettings:
-        """Read the settings.
+        """Read the settings; what is null is as if it were not there.
 
         SGLang's own `extra_backend_tag` keeps engines apart as it does with other backends: it is a salt.
 
         Raises:
-            InvalidInput: `control_url` is missing, a name is unknown, or a value has the wrong type.
+            InvalidInput: `control_url` is missing, a name is unknown, a value has the wrong type, or the file
+                of the token cannot be read.
         """
         given = {k: v for k, v in (extra_config or {}).items() if k not in _SGLANG_KEYS}
         tag = given.pop("extra_backend_tag", None)
@@ -80,10 +81,22 @@ class BackendSettings:
             errors += _errors(store, _STORE_TYPES, "store.") or _rdma_errors(store)
         if errors:
             raise InvalidInput("the storage backend's extra config cannot be used", errors)
-        token = given.get("token")
-        if token is not None and token.startswith("@"):
-            given["token"] = Path(token[1:]).read_text().strip()
+        given, store = ({k: v for k, v in told.items() if v is not None} for told in (given, store))
+        if given.get("token", "").startswith("@"):
+            given["token"] = _token_of(Path(given["token"][1:]))
         return cls(**given, store=StoreOverrides(**store))
+
+    def model_of(self, engine: EngineFacts) -> str:
+        """Return the name of the namespace's model.
+
+        Raises:
+            InvalidInput: nobody says it.
+        """
+        model = self.model or engine.model
+        if not model:
+            detail = "is not known: give extra_config a 'model'"
+            raise InvalidInput("the namespace needs a model", [FieldError("model", "missing", detail)])
+        return model
 
     @property
     def control(self) -> ControlSettings:
@@ -98,12 +111,10 @@ class BackendSettings:
 
     def identity(self, engine: EngineFacts, page_size: int) -> ModelIdentity:
         """Return what the engine's page hashes mean."""
-        model = self.model or engine.model
-        if not model:
-            detail = "is not known: give extra_config a 'model'"
-            raise InvalidInput("the namespace needs a model", [FieldError("model", "missing", detail)])
         revision = self.revision or revision_of(engine)
-        return ModelIdentity(model, revision, page_size, engine.hash_kind, self.namespace_salt)
+        return ModelIdentity(
+            self.model_of(engine), revision, page_size, engine.hash_kind, self.namespace_salt
+        )
 
 
 _NUMBER: Final = (int, float)
@@ -177,6 +188,19 @@ def revision_of(engine: EngineFacts) -> str:
         UNVERSIONED,
     )
     return UNVERSIONED
+
+
+def _token_of(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, ValueError) as error:
+        # What is in the file stays out of the text.
+        detail = (
+            f"{str(file)!r} cannot be read: {error.strerror if isinstance(error, OSError) else 'no text'}"
+        )
+        raise InvalidInput(
+            "the access token cannot be used", [FieldError("token", "unreadable", detail)]
+        ) from None
 
 
 def _errors(given: Mapping[str, Any], types: Mapping[str, Any], prefix: str) -> list[FieldError]:

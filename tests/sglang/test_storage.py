@@ -23,6 +23,7 @@ from dataplane.messages.control import PoolQuery
 from metadata.codec import PageHashes
 from metadata.errors import InvalidInput
 from tests.sglang.engines import PATIENCE, Engine, EngineSettings, until
+from tests.sglang.gate import gate_to
 from tests.sglang.stored import Stored
 
 pytestmark = pytest.mark.sglang
@@ -228,6 +229,47 @@ def test_a_backend_that_is_not_attached_answers_like_a_miss(file_plane, sglang):
         backend.close()
 
 
+def test_replicas_of_one_engine_have_places_of_their_own(file_plane, sglang):
+    """`--dp-size` without DP attention: SGLang's storage config says 0 for all of them."""
+    import httpx
+
+    extra = file_plane.extra()
+    with (
+        Attached(config(file_plane, extra_config=extra), kv=mha_host()) as first,
+        get_parallel().override(dp_rank=1),
+        Attached(config(file_plane, extra_config=extra), kv=mha_host()) as second,
+    ):
+        first._link.client.heartbeat(first._link._epoch)  # its place was not taken
+        answer = httpx.get(f"{file_plane.url}/v1/engines/{extra['engine_id']}", trust_env=False).json()
+        assert sorted(r["rank"] for r in answer["ranks"]) == ["dp0-pp0-cp0-tp0", "dp1-pp0-cp0-tp0"]
+        wanted = keys(2)
+        assert all(second.batch_set_v1(wanted, rows(0, 1)))
+        assert second.flush(PATIENCE)
+        assert first.batch_exists(wanted) == 2
+
+
+def test_attention_groups_are_told_apart_by_sglang_s_storage_config(file_plane, sglang):
+    with get_parallel().override(tp_size=2, moe_tp_size=2, attn_tp_size=1, attn_dp_size=2, dp_rank=1):
+        for group in (0, 1):
+            backend = CaketinStorage(config(file_plane, dp_rank=group), {})
+            assert backend._place.name == f"dp{group}-pp0-cp0-tp0"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"control_url": "127.0.0.1:7411"},
+        {"control_url": "ftp://x"},
+        {"token": "two words"},
+        {"call_second": 1},
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused_where_sglang_can_undo_it(file_plane, sglang, wrong):
+    """It closes a backend whose construction fails; a later failure leaves its threads, and no second try."""
+    with pytest.raises(InvalidInput):
+        CaketinStorage(config(file_plane, extra_config=file_plane.extra() | wrong), {})
+
+
 def test_followers_answer_all_and_leave_no_length_out(file_plane, sglang):
     kv, swa = mha_host(), mha_host(heads=1)
     with Attached(config(file_plane, tp_rank=1, tp_size=2), kv=kv, swa=swa) as backend:
@@ -292,6 +334,28 @@ def test_a_late_draft_is_registered_and_stored(file_plane, sglang):
         assert all(backend.batch_set_v1(wanted, rows(0, 1)))
         assert backend.flush(PATIENCE)
         assert backend.batch_exists_v2(wanted, [transfer]).kv_hit_pages == 2
+
+
+def test_a_late_pool_that_cannot_be_moved_leaves_the_others_as_they_are(file_plane, sglang):
+    with Attached(config(file_plane), kv=mha_host()) as backend:
+        strange = mha_host(heads=1)
+        strange.layout = "page_head"
+        with pytest.raises(InvalidInput, match="page_first"):
+            backend.register_mem_host_pool_v2(strange, PoolName.DRAFT)
+        backend.register_mem_host_pool_v2(mha_host(heads=1), PoolName.SWA)
+        until(lambda: "swa" in backend._link.joined.owned)
+        assert "draft" not in backend._link.joined.owned
+
+
+def test_a_late_draft_is_registered_once_the_control_plane_is_back(file_plane, sglang):
+    with gate_to(file_plane.url) as gate:
+        settings = config(file_plane, extra_config=file_plane.extra(control_url=gate.url))
+        with Attached(settings, kv=mha_host()) as backend:
+            gate.close()
+            backend.register_mem_host_pool_v2(mha_host(heads=1), PoolName.DRAFT)
+            until(lambda: backend._link.failure is not None)
+            gate.open()
+            until(lambda: "draft" in backend._link.joined.owned)
 
 
 @pytest.mark.parametrize("layout", ["page_head", "page_unified"])

@@ -1,4 +1,4 @@
-"""Sidecars that wait for their anchor: claimed with it, or as soon as the index has it, or given up in the end."""
+"""Sidecars that wait for their anchor: claimed with it, or once the index has it, or given up in the end."""
 
 from __future__ import annotations
 
