@@ -8,11 +8,12 @@ store confirms is committed, shard by shard.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -69,6 +70,21 @@ class BackedUp:
     transfers_done: bool
 
 
+@dataclass
+class _Chunk:
+    """Pages that are stored together.
+
+    Attributes:
+        pages: which.
+        before: set once all bytes of the chunk before have moved; None for the first.
+        moved: set once all bytes of this one have, or will not.
+    """
+
+    pages: slice
+    before: threading.Event | None = None
+    moved: threading.Event = field(default_factory=threading.Event)
+
+
 class BackUp:
     """One back up."""
 
@@ -105,26 +121,29 @@ class BackUp:
         self._committed_to = 0
         self._commit_error: CaketinError | None = None
         self._error: CaketinError | None = None
-        self._moving, self._telling = threading.Lock(), threading.Lock()
+        self._telling = threading.Lock()
 
     def run(self) -> BackedUp:
         """Store, confirm and commit, chunk by chunk."""
         parts = list(chunks(len(self._hashes), WRITE_CHUNK_PAGES))
-        if len(parts) == 1:
-            self._finish(parts[0])
-        elif parts:
-            self._run_overlapped(parts)
+        turns = [_Chunk(at) for at in parts]
+        for turn, following in itertools.pairwise(turns):
+            following.before = turn.moved
+        if len(turns) == 1:
+            self._finish(turns[0])
+        else:
+            self._run_overlapped(turns)
         if self._unclaimed is not None:
             self._keep_unclaimed(self._unclaimed)
         return self._result(self._error or self._commit_error)
 
-    def _run_overlapped(self, parts: Sequence[slice]) -> None:
+    def _run_overlapped(self, parts: Sequence[_Chunk]) -> None:
         """Let the next chunk be made ready, and the last one be confirmed and claimed, beside one that moves.
 
-        Their order is that of a page (O1), and each page is in one chunk. Bytes of one chunk move at a time.
+        The bytes move in the order of the pages all the same: what is cut short leaves a prefix.
         """
         started: list[Beside[None]] = []
-        running: deque[tuple[slice, Beside[None]]] = deque()
+        running: deque[tuple[_Chunk, Beside[None]]] = deque()
         try:
             for chunk in parts:
                 if self._error is not None or not passing(self._commit_error):
@@ -142,7 +161,7 @@ class BackUp:
                 for one in started:
                     one.wait()
 
-    def _finish(self, chunk: slice, work: Beside[None] | None = None) -> None:
+    def _finish(self, chunk: _Chunk, work: Beside[None] | None = None) -> None:
         try:
             if work is None:
                 self._store_chunk(chunk)
@@ -153,14 +172,17 @@ class BackUp:
         finally:
             # Also when the store failed half-way: what it has confirmed by then must not be lost.
             if passing(self._commit_error):
-                self._commit(chunk.stop)
+                self._commit(chunk.pages.stop)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Let the bytes of one stage of one chunk move."""
-        with self._moving:
-            self._limits.check()
-            yield
+    def _turn(self, chunk: _Chunk, *, last: bool) -> Iterator[None]:
+        """Let the bytes of one stage of a chunk move, once all of the chunk before have."""
+        if chunk.before is not None:
+            chunk.before.wait()
+        self._limits.check()
+        yield
+        if last:
+            chunk.moved.set()
 
     def _keep_unclaimed(self, queue: CommitQueue) -> None:
         """Queue what the control plane was not there to take, or, where it was there, send what waits."""
@@ -190,23 +212,30 @@ class BackUp:
             transfers_done=whole and error is None,
         )
 
-    def _store_chunk(self, chunk: slice) -> None:
-        hashes = self._hashes[chunk]
-        slots = {n: at[chunk] for n, at in self._slots.items()}
+    def _store_chunk(self, chunk: _Chunk) -> None:
+        try:
+            self._store_stages(chunk)
+        finally:
+            chunk.moved.set()
+
+    def _store_stages(self, chunk: _Chunk) -> None:
+        hashes = self._hashes[chunk.pages]
+        slots = {n: at[chunk.pages] for n, at in self._slots.items()}
         alive = np.ones(len(hashes), np.bool_)
         stages = self._pools.stages
         for number, stage in enumerate(stages):
             wanted = {n: np.flatnonzero(alive & (slots[n] != NO_SLOT)) for n in stage if n in slots}
             members = [PoolPages(self._pools.bound[n], p, slots[n][p]) for n, p in wanted.items() if p.size]
-            if members:
-                self._put(StageBatch(self._pools.namespace_id, hashes, tuple(members)), chunk.start)
             later = np.zeros(len(hashes), np.bool_)
             for name in (n for after in stages[number + 1 :] for n in after if n in slots):
                 later |= slots[name] != NO_SLOT
+            if members:
+                batch = StageBatch(self._pools.namespace_id, hashes, tuple(members))
+                self._put(batch, chunk, last=not later.any())
             alive &= later
             if not alive.any():
                 return
-            alive &= self._complete(stage, chunk, np.flatnonzero(alive))
+            alive &= self._complete(stage, chunk.pages, np.flatnonzero(alive))
 
     def _complete(self, stage: Sequence[str], chunk: slice, pages: PageArray) -> BoolArray:
         """Return where every pool of the stage is confirmed: put just now, or there from an earlier call.
@@ -235,12 +264,11 @@ class BackUp:
                 complete[member.pages[(at != StoreCode.OK).any(axis=(1, 2))]] = False
         return complete
 
-    def _put(self, batch: StageBatch, first_page: int) -> None:
+    def _put(self, batch: StageBatch, chunk: _Chunk, *, last: bool) -> None:
         """Put a batch and note which shards are confirmed (O3)."""
         self._limits.check()
-        put_confirmed(
-            self._store, batch, lambda codes: self._note_held(batch, first_page, codes), self._turn()
-        )
+        first_page, turn = chunk.pages.start, self._turn(chunk, last=last)
+        put_confirmed(self._store, batch, lambda codes: self._note_held(batch, first_page, codes), turn)
         if self._progress is not None:
             for member in batch.members:
                 held = self._held[member.pool.name][first_page + member.pages]
