@@ -36,7 +36,7 @@ def replica_rank() -> int:
     """Return which replica of `--dp-size` this process serves.
 
     SGLang's storage configuration tells the groups of DP attention apart, and says 0 for every replica
-    without it. They have one configuration, so one engine id: by their names alone each would take the other's place.
+    without it. They have one configuration, so one engine id: each would take the other's place.
     """
     parallel = get_parallel()
     try:
