@@ -86,7 +86,7 @@ class PageLookup:
     """Lookups of one rank. Safe to use from several threads.
 
     The store is asked while the control plane answers, where the last answer was mostly a hit: for thousands
-    of pages the two take equally long. A miss does not wait for it.
+    of pages the two take equally long. A miss does not wait for it; where nobody answers it is left alone.
     """
 
     def __init__(self, link: EngineLink, promises: Promises) -> None:
@@ -124,11 +124,13 @@ class PageLookup:
                 )
             )
             if found.degraded:
+                self._hit_lately = False
                 log.info("a lookup of %d pages is a miss: the control plane has no Redis", len(page_hashes))
                 return None
             self._hit_lately = 2 * found.hit_pages >= len(page_hashes)
             return self._confirmed(asked, found, ahead)
         except CaketinError as error:
+            self._hit_lately = False
             log.info("a lookup of %d pages is a miss: %s", len(page_hashes), error)
             return None
 
@@ -162,6 +164,8 @@ class PageLookup:
                 runs = _up_to(runs, int(absent[0]))
         runs, windows = self._with_windows(asked, found.generation, runs, ahead)
         pages = runs[-1][1] if runs else 0
+        if asked.joined.store.lease_seconds is None:
+            keys, windows = [], {}
         self._promises.add(asked.page_hashes, found.generation, keys[:pages], windows)
         pools = {n: min(p, pages) if pages < found.hit_pages else p for n, p in found.pools.items()}
         return FoundPages(pages, runs, pools)

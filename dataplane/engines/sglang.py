@@ -28,6 +28,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from dataplane.attach import RankAttachment
 from dataplane.control_client import ControlClient
+from dataplane.control_plane import ControlPlaneAway
 from dataplane.engines.link import EngineLink
 from dataplane.engines.page_lookup import FoundPages, PageLookup
 from dataplane.engines.page_reads import PageReads, SlotPages
@@ -236,7 +237,8 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         """
         link, joined = self._link, self._link.joined if self._link is not None else None
         if link is None or joined is None:
-            return
+            # Returning would have SGLang say that it is cleared.
+            raise ControlPlaneAway("nothing is cleared: this rank is not attached")
         self._writes.forget()
         job_id = link.call(lambda client: client.purge(joined.namespace_id))
         self._writes.forget()

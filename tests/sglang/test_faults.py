@@ -276,16 +276,40 @@ def test_detach_and_attach_again_twice(plane):
 def test_close_leaves_nothing(file_plane):
     import threading
 
-    extra, _tokens, _ = written(file_plane)
+    extra, tokens, _ = written(file_plane)
     with engine(extra) as one:
+        one.produce(one.tokens(PAGES, start=5000))
+        assert one.prefetch(tokens)
+        assert {t.name[:12] for t in threading.enumerate()} >= {
+            "caketin-link",
+            "caketin-clai",
+            "caketin-leas",
+        }
         backend, link = one.backend, one.backend._link
         ok, _ = one.tree.detach_storage_backend()
         assert ok
         backend.close()
         assert not link._thread.is_alive()
-        assert [t.name for t in threading.enumerate() if t.name.startswith("caketin-link")] == []
+        until(lambda: not [t.name for t in threading.enumerate() if t.name.startswith("caketin-")], 10)
         assert link.joined is None
         assert backend.batch_exists([h.hex() for h in []]) == 0
+
+
+def test_a_clear_that_was_not_made_is_not_said_to_be(file_plane):
+    extra, tokens, made = written(file_plane)
+    with (
+        gate_to(file_plane.url) as gate,
+        engine({**extra, "control_url": gate.url, "call_seconds": 0.3, "attach_seconds": 0.3}) as one,
+    ):
+        gate.close()
+        assert one.tree.clear_storage_backend() is False
+        assert one.backend.batch_exists([]) == 0
+        gate.open()
+        until(lambda: one.prefetch(tokens) == PAGES * one.config.page_size)
+        assert same(one.restored(tokens), made)
+    away = {**extra, "control_url": "http://127.0.0.1:9", "attach_seconds": 0.3}
+    with engine(away, attached=False) as two:
+        assert two.tree.clear_storage_backend() is False
 
 
 def test_clear_removes_this_namespace_and_no_other(plane):

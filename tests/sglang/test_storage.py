@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from caketin.sglang import CaketinStorage
+from dataplane.control_plane import ControlPlaneAway
 from dataplane.engines import sglang_facts
 from dataplane.messages.control import PoolQuery
 from metadata.codec import PageHashes
@@ -223,7 +224,8 @@ def test_a_backend_that_is_not_attached_answers_like_a_miss(file_plane, sglang):
         assert backend.batch_exists_v2(wanted, []).kv_hit_pages == 0
         assert backend.batch_get_v1(wanted, rows(0, 1)) == [False, False]
         assert backend.batch_set_v1(wanted, rows(0, 1)) == [False, False]
-        backend.clear()
+        with pytest.raises(ControlPlaneAway, match="not attached"):
+            backend.clear()
     finally:
         backend.close()
         backend.close()
