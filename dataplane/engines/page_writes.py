@@ -227,7 +227,8 @@ class PageWrites:
             for member, outcome in batch.by_shard(codes):
                 name = member.pool.name
                 rows = member.pages
-                if len(batch.page_hashes) != len(given[name].page_hashes):
+                # Other pages, or the same in another order: as many of them would not mean the same rows.
+                if batch.page_hashes != given[name].page_hashes:
                     place = {h: i for i, h in enumerate(given[name].page_hashes)}
                     rows = np.array([place[batch.page_hashes[p]] for p in rows.tolist()], dtype=np.int64)
                 held[name][rows] = (outcome == StoreCode.OK).all(axis=2)

@@ -21,6 +21,7 @@ from caketin.sglang import CaketinStorage
 from dataplane.control_plane import ControlPlaneAway
 from dataplane.engines import sglang_facts
 from dataplane.messages.control import PoolQuery
+from dataplane.object_store import StoreCode
 from metadata.codec import PageHashes
 from metadata.errors import InvalidInput
 from tests.sglang.engines import PATIENCE, Engine, EngineSettings, until
@@ -209,6 +210,39 @@ def test_every_pool_and_page_that_is_asked_for_gets_a_boolean(file_plane, sglang
         assert backend.batch_get_v1(wanted, rows(0, 99)) == [False, False]
         assert backend.batch_set_v1(["no hash", wanted[0]], rows(0, 1)) == [False, False]
         assert backend.batch_exists(["no hash"]) == 0
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("first", "second"), [([1], [0, 1]), ([1, 0], [0, 1]), ([1, 2], [0, 1])])
+def test_a_page_that_is_not_stored_is_told_of_that_page_whatever_the_pools_lists_are(
+    file_plane, sglang, monkeypatch, first, second, lost
+):
+    hosts = {"kv": mha_host(), "mamba": mha_host(heads=1), "swa": mha_host(heads=1)}
+    with Attached(config(file_plane), **hosts) as backend:
+        wanted = keys(3)
+        store, pools = backend._link.joined.store, backend._link.joined.pools
+        full = pools.bound["swa"].keys(pools.namespace_id, [bytes.fromhex(wanted[lost])])
+        put = store.put
+
+        def without_room(names, buffers, groups=None):
+            codes = put(names, buffers, groups)
+            refused = [i for i, name in enumerate(names) if name in full]
+            store.remove([names[i] for i in refused])
+            codes[refused] = StoreCode.NO_SPACE
+            return codes
+
+        monkeypatch.setattr(store, "put", without_room)
+        answer = backend.batch_set_v2(
+            [
+                PoolTransfer(PoolName(name), host_indices=rows(*range(len(at))), keys=[wanted[i] for i in at])
+                for name, at in (("mamba", first), ("swa", second))
+            ]
+        )
+        assert answer == {"mamba": [True] * len(first), "swa": [i != lost for i in second]}
+        assert all(backend.batch_set_v1(wanted, rows(0, 1, 2)))
+        assert backend.flush(PATIENCE)
+        window = PoolTransfer(PoolName.SWA, keys=["x"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        assert backend.batch_exists_v2(wanted, [window]).restorable_prefix_pages == [2 - lost]
 
 
 def test_a_backend_that_is_not_attached_answers_like_a_miss(file_plane, sglang):
