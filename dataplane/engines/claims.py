@@ -31,6 +31,10 @@ MAX_KEPT_PAGES: Final = 262_144
 MAX_QUEUED_PAGES: Final = 16_384
 """Pages that may wait for the thread; a write that brings more waits too, for a while."""
 CALL_PAGES: Final = 4096
+_FEWEST_CALL_PAGES: Final = 128
+_MORE_CALL_PAGES: Final = 16
+"""Pages of a call: half as many after one that was not answered in time, a few more after one that was. Many
+pages of many shards can take longer than the deadline, and would again at every try."""
 _ROOM_SECONDS: Final = 5.0
 _NEGATIVE_ENTRY: Final = "negative_entry"
 """A page that could not be read a moment ago is not claimed for some seconds, even when written anew."""
@@ -65,6 +69,7 @@ class Claims:
         self._changed = threading.Condition()
         self._queue: deque[_Claim] = deque()
         self._queued_pages = 0
+        self._call_pages = CALL_PAGES
         self._at_work = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -181,7 +186,7 @@ class Claims:
             while self._queue:
                 following = self._queue[0]
                 hashes, pages = set(following.page_hashes), pages + len(following.page_hashes)
-                if following.joined is not taken[0].joined or pages > CALL_PAGES or seen & hashes:
+                if following.joined is not taken[0].joined or pages > self._call_pages or seen & hashes:
                     break
                 seen |= hashes
                 taken.append(self._queue.popleft())
@@ -191,7 +196,17 @@ class Claims:
         return _merged(taken)
 
     def _make(self, claim: _Claim) -> None:
-        """Make one claim; what the control plane cannot take now is claimed later."""
+        """Make one claim, in as many calls as it takes."""
+        start = 0
+        while start < len(claim.page_hashes):
+            rows = slice(start, start + self._call_pages)
+            start = rows.stop
+            self._call(
+                _Claim(claim.joined, claim.page_hashes[rows], {n: t[rows] for n, t in claim.held.items()})
+            )
+
+    def _call(self, claim: _Claim) -> None:
+        """Claim some pages; what the control plane cannot take now is claimed later."""
         nothing = np.zeros(len(claim.page_hashes), np.int8)
         facts = {n: PoolFacts(claim.joined.owned[n], table, nothing) for n, table in claim.held.items()}
         taken = np.ones(len(claim.page_hashes), np.bool_)
@@ -209,9 +224,12 @@ class Claims:
                 self._note_rejected(claim, result.rejected, taken)
         except (ControlPlaneAway, ControlRefused) as error:
             log.warning("%d stored pages are claimed later: %s", len(claim.page_hashes), error)
+            if isinstance(error, ControlPlaneAway):
+                self._call_pages = max(_FEWEST_CALL_PAGES, self._call_pages // 2)
             if isinstance(error, ControlPlaneAway) or error.passing or self._link.forgotten(error):
                 self._keep(claim.page_hashes, claim.held)
             return
+        self._call_pages = min(CALL_PAGES, self._call_pages + _MORE_CALL_PAGES)
         pages = claim.page_hashes.take(np.flatnonzero(taken))
         self._on_taken(pages, {n: table[taken] for n, table in claim.held.items()})
 

@@ -43,12 +43,15 @@ class Plane:
         self.open = threading.Event()
         self.open.set()
         self.away = False
+        self.most = 1 << 30
+        self.failed = 0
         self.rejected: list[Rejection] = []
 
     def commit(self, namespace_id: str, page_hashes: PageHashes, stored: Any) -> CommitResult:
         self.entered.set()
         assert self.open.wait(PATIENCE)
-        if self.away:
+        if self.away or len(page_hashes) > self.most:
+            self.failed += 1
             raise ControlPlaneAway("away")
         pages = [int.from_bytes(h) for h in page_hashes]
         self.calls.append({"pages": pages, **{n: (s.pages, s.shards, s.pool_id) for n, s in stored.items()}})
@@ -112,6 +115,24 @@ def test_a_page_s_sidecar_is_claimed_in_a_call_after_its_anchor_s(claims, plane)
     plane.open.set()
     assert claims.flush(PATIENCE)
     assert [sorted(c) for c in plane.calls] == [["kv", "pages"], ["kv", "pages"], ["pages", "swa"]]
+
+
+def test_calls_that_take_too_long_get_smaller_until_they_do_not(claims, plane, taken):
+    """A call of many pages that cannot keep its deadline would fail for ever, and open the circuit for lookups."""
+    plane.most = 600
+    pages = range(1, 4097)
+    claims.claim(JOINED, hashes(*pages), {"kv": rows(len(pages)), "swa": rows(len(pages), 1)})
+    while not claims.flush(0.2):
+        claims.retry(JOINED)
+        assert plane.failed < 8
+    assert sorted(p for c in plane.calls for p in c["pages"]) == list(pages)
+    assert sorted(p for some in taken for p in some) == list(pages)
+    assert claims._call_pages < claims_module.CALL_PAGES
+    plane.most = 1 << 30
+    for _ in range(260):
+        claims.claim(JOINED, hashes(1), {"kv": rows(1)})
+        assert claims.flush(PATIENCE)
+    assert claims._call_pages == claims_module.CALL_PAGES
 
 
 def test_what_cannot_be_claimed_now_is_kept_and_claimed_later(claims, plane, taken):
