@@ -44,7 +44,6 @@ _SHARES_SWA_PAGES: Final = frozenset(
 _WINDOWED: Final = _SHARES_SWA_PAGES | {"swa", "auxiliary_swa"}
 """Pools that need a sliding window's pages. Each lookup says how many; the registration's is for others."""
 
-_DRAFTS: Final = frozenset({"draft", "draft_swa"})
 _MAX_DTYPE: Final = 64
 
 
@@ -120,9 +119,10 @@ def engine_pool(
     Raises:
         InvalidInput: a layout that cannot be moved, or a pool that SGLang will never back up completely.
     """
-    if place.replicated and place.tp_size > 1 and name in _DRAFTS and isinstance(host, MHATokenToKVPoolHost):
+    if place.replicated and place.tp_size > 1 and isinstance(host, MHATokenToKVPoolHost):
+        kind = "draft" if name.startswith("draft") else "pool"
         detail = (
-            f"is an MHA draft on a target whose KV all {place.tp_size} TP ranks share: SGLang 0.5.23 backs "
+            f"is an MHA {kind} on a target whose KV all {place.tp_size} TP ranks share: SGLang 0.5.23 backs "
             "it up on rank 0 only for every storage backend but its own mooncake one (HybridCacheController."
             "should_backup), so it can never hit. Run without the draft in HiCache, or at TP 1"
         )

@@ -343,11 +343,13 @@ def test_a_rank_that_does_not_write_kv_reads_it(file_plane, sglang):
         assert torch.equal(read[0:PAGE], written[2 * PAGE : 3 * PAGE])
 
 
-def test_an_mha_draft_on_a_replicated_target_is_refused_with_sglang_s_limit(file_plane, sglang):
+@pytest.mark.parametrize("name", [PoolName.DRAFT, PoolName.DRAFT_SWA, PoolName.AUXILIARY_SWA])
+def test_an_mha_pool_on_a_replicated_target_is_refused_with_sglang_s_limit(file_plane, sglang, name):
+    """Each rank has its own heads; taken for what all have, a rank would be given another's bytes."""
     settings = config(file_plane, tp_size=2, is_mla_model=True)
     backend = CaketinStorage(settings, {})
     backend.register_mem_pool_host(mla_host())
-    backend.register_mem_host_pool_v2(mha_host(), PoolName.DRAFT)
+    backend.register_mem_host_pool_v2(mha_host(), name)
     with pytest.raises(InvalidInput, match=r"should_backup.*TP 1"):
         backend.on_host_pools_registered()
     backend.close()

@@ -118,7 +118,7 @@ def test_a_page_s_sidecar_is_claimed_in_a_call_after_its_anchor_s(claims, plane)
 
 
 def test_calls_that_take_too_long_get_smaller_until_they_do_not(claims, plane, taken):
-    """A call of many pages that cannot keep its deadline would fail for ever, and open the circuit for lookups."""
+    """Many pages of many shards can take longer than the deadline, at every try, and open the circuit."""
     plane.most = 600
     pages = range(1, 4097)
     claims.claim(JOINED, hashes(*pages), {"kv": rows(len(pages)), "swa": rows(len(pages), 1)})
