@@ -8,6 +8,7 @@ once the backend is attached, and every page and pool that is asked for gets a r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ from dataplane.engines.sglang_pools import EnginePool, RankPlace, engine_pool
 from dataplane.engines.sglang_settings import BackendSettings
 from dataplane.host_pool import slots_of
 from dataplane.messages.control import PoolQuery
+from dataplane.messages.observe import Job
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
 from metadata.pools import ANCHOR, MAX_WINDOW_PAGES, TrailingPages, validate_pool_set
@@ -49,6 +51,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLEAR_SECONDS: Final = 5.0
+
+
+def _ended_job(link: EngineLink, job_id: str) -> Job | None:
+    """Wait a few seconds for a purge; None: it goes on. That nobody answers meanwhile does not stop it."""
+    deadline = time.monotonic() + _CLEAR_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ControlPlaneAway):
+            job = link.call(lambda client: client.job(job_id))
+            if job.state in {"done", "failed"}:
+                return job
+        time.sleep(0.02)
+    return None
 
 
 class PurgeFailed(CaketinError):
@@ -243,14 +257,11 @@ class CaketinStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no typ
         job_id = link.call(lambda client: client.purge(joined.namespace_id))
         self._writes.forget()
         link.rejoin()
-        deadline = time.monotonic() + _CLEAR_SECONDS
-        while (job := link.call(lambda client: client.job(job_id))).state not in {"done", "failed"}:
-            if time.monotonic() > deadline:
-                log.warning("the purge of namespace %s goes on (job %s)", joined.namespace_id, job_id)
-                break
-            time.sleep(0.02)
+        job = _ended_job(link, job_id)
         link.rejoin()
-        if job.state == "failed":
+        if job is None:
+            log.warning("the purge of namespace %s goes on (job %s)", joined.namespace_id, job_id)
+        elif job.state == "failed":
             raise PurgeFailed(f"namespace {joined.namespace_id} is not purged: {job.error}")
 
     def get_stats(self) -> StorageMetrics | None:

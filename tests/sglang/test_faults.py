@@ -12,6 +12,7 @@ import pytest
 import redis
 import torch
 
+from dataplane.control_plane import ControlPlaneAway
 from dataplane.object_store import ObjectBuffers
 from tests.sglang.engines import Engine, EngineSettings, same, until
 from tests.sglang.gate import gate_to
@@ -310,6 +311,24 @@ def test_a_clear_that_was_not_made_is_not_said_to_be(file_plane):
     away = {**extra, "control_url": "http://127.0.0.1:9", "attach_seconds": 0.3}
     with engine(away, attached=False) as two:
         assert two.tree.clear_storage_backend() is False
+
+
+def test_a_clear_that_goes_on_is_a_clear(file_plane, monkeypatch):
+    """Told that it failed, SGLang would still believe that the pages are stored, and back none of them up."""
+    extra, tokens, _ = written(file_plane)
+    with engine(extra) as one:
+        client, silent = one.backend._link.client, iter(range(2))
+        asked = client.job
+
+        def job(job_id):
+            if next(silent, None) is not None:
+                raise ControlPlaneAway("away")
+            return asked(job_id)
+
+        monkeypatch.setattr(client, "job", job)
+        assert one.tree.clear_storage_backend() is True
+        assert next(silent, None) is None
+        assert not any(Stored(one, tokens).there("kv"))
 
 
 def test_clear_removes_this_namespace_and_no_other(plane):
