@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 
+import httpx
 import numpy as np
 import pytest
 import redis
@@ -293,6 +294,10 @@ def test_close_leaves_nothing(file_plane):
         assert not link._thread.is_alive()
         until(lambda: not [t.name for t in threading.enumerate() if t.name.startswith("caketin-")], 10)
         assert link.joined is None
+        # Nor is the rank registered, the store open or its memory registered with it.
+        answer = httpx.get(f"{file_plane.url}/v1/engines/{extra['engine_id']}", trust_env=False)
+        assert answer.status_code == 404
+        assert (link._attachment._store, link._attachment._regions) == (None, {})
         assert backend.batch_exists([h.hex() for h in []]) == 0
 
 

@@ -193,6 +193,25 @@ def test_a_window_that_is_gone_is_not_promised_and_the_next_shorter_length_is(pl
         assert answer.restorable == [(3, 3)]
 
 
+def test_a_page_that_is_gone_is_not_promised_and_loses_its_claim(plane, sglang):
+    with Attached(config(plane), kv=mha_host()) as backend:
+        wanted = keys(5)
+        assert all(backend.batch_set_v1(wanted, rows(0, 1, 2, 3, 4)))
+        assert backend.flush(PATIENCE)
+        joined = backend._link.joined
+        for last, ahead in ((4, True), (2, False)):
+            first = joined.pools.bound["kv"].keys(joined.namespace_id, [bytes.fromhex(wanted[last])])[0]
+            assert joined.store.remove([first]) == 1
+            # Asked ahead of the index's answer or after it.
+            backend._lookup._hit_lately = ahead
+            found = backend.batch_exists_v2(wanted, [])
+            assert (found.kv_hit_pages, found.restorable_prefix_pages[-1]) == (last, last)
+            answer = backend._link.client.lookup(
+                joined.namespace_id, PageHashes.from_hex(wanted), pools={}, purpose="probe"
+            )
+            assert answer.hit_pages == last
+
+
 def test_every_pool_and_page_that_is_asked_for_gets_a_boolean(file_plane, sglang):
     kv, swa = mha_host(), mha_host(heads=1)
     with Attached(config(file_plane), kv=kv, swa=swa) as backend:

@@ -72,6 +72,12 @@ def test_a_sidecar_is_offered_again_once_the_index_has_taken_its_anchor(writes, 
     assert offered == [[1, 2], [1]]
 
 
+def test_a_sidecar_goes_on_waiting_where_its_anchor_was_not_stored(writes):
+    taken = writes._take(JOINED, PAGES, {"kv": np.array([[True], [False]])})
+    assert taken["swa"].tolist() == [[True], [False]]
+    assert list(writes._waiting) == [PAGES[1]]
+
+
 def test_a_sidecar_whose_anchor_never_comes_is_given_up(writes, clock, offered):
     tick(writes, clock)
     tick(writes, clock, page_writes_module.GIVE_UP_SECONDS)
