@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -19,6 +20,11 @@ SKIPS_ALLOWED_IN_CI: dict[str, str] = {
 """Start of a skip's reason -> why not running is right even in CI."""
 
 REPO = Path(__file__).resolve().parent.parent
+
+
+# Who starts the tests in the background of a script has them ignore Ctrl-C, and so would what they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _in_ci() -> bool:
