@@ -263,9 +263,12 @@ def verdicts(found: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
     hit = times["hit, msgpack"]
     limit = max(TARGETS["hit ms"], exists / 2 if exists else 0)
     ratio = times["hit, 16 x 512, msgpack"] / hit
+    # The bound by the clock is of a machine on which the raw MGET took 0.9 ms. Where that one alone takes more
+    # than the bound, a miss has to be no slower than it.
+    miss_limit = max(TARGETS["miss ms"], times["raw MGET, miss"])
     return [
         ("hit ms", hit, f"<= {limit:.1f}", hit <= limit),
-        ("miss ms", times["miss, msgpack"], "<= 1.5", times["miss, msgpack"] <= TARGETS["miss ms"]),
+        ("miss ms", times["miss, msgpack"], f"<= {miss_limit:.2f}", times["miss, msgpack"] <= miss_limit),
         ("16 x 512 ratio", ratio, "<= 1.3", ratio <= TARGETS["16 x 512 ratio"]),
         (
             "commit pages/s",
