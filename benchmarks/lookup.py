@@ -263,8 +263,8 @@ def verdicts(found: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
     hit = times["hit, msgpack"]
     limit = max(TARGETS["hit ms"], exists / 2 if exists else 0)
     ratio = times["hit, 16 x 512, msgpack"] / hit
-    # The bound by the clock is of a machine on which the raw MGET took 0.9 ms. Where that one alone takes more
-    # than the bound, a miss has to be no slower than it.
+    # The bound by the clock is of a machine on which the raw MGET took 0.9 ms. Where that one alone takes
+    # more than the bound, a miss has to be no slower than it.
     miss_limit = max(TARGETS["miss ms"], times["raw MGET, miss"])
     return [
         ("hit ms", hit, f"<= {limit:.1f}", hit <= limit),
