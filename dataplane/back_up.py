@@ -38,7 +38,7 @@ from dataplane.transfer import (
     Slots,
     chunks,
 )
-from dataplane.transfer_limits import TransferLimits
+from dataplane.transfer_limits import TransferCancelled, TransferLimits
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
 from metadata.page_runs import page_runs
@@ -121,6 +121,7 @@ class BackUp:
         self._committed_to = 0
         self._commit_error: CaketinError | None = None
         self._error: CaketinError | None = None
+        self._failed = False
         self._telling = threading.Lock()
 
     def run(self) -> BackedUp:
@@ -180,6 +181,8 @@ class BackUp:
         if chunk.before is not None:
             chunk.before.wait()
         self._limits.check()
+        if self._failed:
+            raise TransferCancelled("a chunk before failed")
         yield
         if last:
             chunk.moved.set()
@@ -215,6 +218,10 @@ class BackUp:
     def _store_chunk(self, chunk: _Chunk) -> None:
         try:
             self._store_stages(chunk)
+        except BaseException:
+            # Not tried by the chunk that is ready either: each try on a dead segment costs a minute.
+            self._failed = True
+            raise
         finally:
             chunk.moved.set()
 

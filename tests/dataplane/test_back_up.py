@@ -372,6 +372,28 @@ def test_bytes_of_one_chunk_move_at_a_time_and_beside_them_the_next_is_made_read
         assert most == 1
 
 
+def test_after_a_put_that_raises_no_other_chunk_is_put():
+    """Field report 11: each try on a dead segment costs a time-out, and the next chunk is ready by then."""
+    with world_of(KV_SWA, chunk=1) as world:
+        slots = all_slots(world.names, 3)
+        world.fill(slots)
+        asked, exists = threading.Event(), world.store.exists
+
+        def noted_exists(keys):
+            if set(keys) & set(world.keys("kv", 1)):
+                asked.set()
+            return exists(keys)
+
+        def dead(_keys):
+            assert asked.wait(10), "the next chunk is not made ready"
+            raise StoreUnavailable("the node is gone")
+
+        world.store.exists, world.store.before_put = noted_exists, dead
+        done = world.mover.back_up(hashes_of(3), slots)
+        assert isinstance(done.error, StoreUnavailable)
+        assert len(world.store.calls("put")) == 1
+
+
 def test_a_commit_that_is_refused_for_good_ends_the_transfer():
     with world_of(KV_SWA, chunk=1) as world:
         slots = all_slots(world.names, 3)

@@ -465,19 +465,24 @@ def test_damaged_objects_that_cannot_be_removed_change_nothing_of_the_result():
         assert (done.pages, done.error) == (1, None)
 
 
+def lose_a_lease_once(world: World) -> None:
+    """The first read of the first page fails for its lease, the second does not."""
+    key = world.keys("kv", 0)[0]
+    world.store.on_get[key] = StoreCode.LEASE_LOST
+    plain = world.store.get
+
+    def once(keys, buffers):
+        codes = plain(keys, buffers)
+        world.store.on_get.pop(key, None)
+        return codes
+
+    world.store.get = once
+
+
 def test_a_lease_that_ran_out_during_a_read_is_read_again_once():
     with world_of(KV_INDEXER) as world:
         store_everything(world, 2)
-        key = world.keys("kv", 0)[0]
-        world.store.on_get[key] = StoreCode.LEASE_LOST
-        plain = world.store.get
-
-        def once(keys, buffers):
-            codes = plain(keys, buffers)
-            world.store.on_get.pop(key, None)
-            return codes
-
-        world.store.get = once
+        lose_a_lease_once(world)
         slots = all_slots(world.names, 2)
         world.wipe()
         done = world.mover.prefetch(hashes_of(2), promise_of(world, {2}, 2), slots)
@@ -794,16 +799,7 @@ def test_a_page_that_was_read_at_the_second_try_stays_in_doubt():
     """The first try may still write to it, and no one can say what."""
     with world_of(KV_INDEXER) as world:
         store_everything(world, 2)
-        key = world.keys("kv", 0)[0]
-        world.store.on_get[key] = StoreCode.LEASE_LOST
-        plain = world.store.get
-
-        def once(keys, buffers):
-            codes = plain(keys, buffers)
-            world.store.on_get.pop(key, None)
-            return codes
-
-        world.store.get = once
+        lose_a_lease_once(world)
         calls = ReadLog(world.names, 2)
         world.mover.prefetch(hashes_of(2), promise_of(world, {2}, 2), all_slots(world.names, 2), calls=calls)
         assert pages_in(calls.close().written) == {"kv": [0], "indexer": []}
