@@ -76,13 +76,15 @@ class _Chunk:
 
     Attributes:
         pages: which.
-        before: set once all bytes of the chunk before have moved; None for the first.
+        before: the chunk before; None for the first.
         moved: set once all bytes of this one have, or will not.
+        failed: they will not all; set before `moved` is.
     """
 
     pages: slice
-    before: threading.Event | None = None
+    before: _Chunk | None = None
     moved: threading.Event = field(default_factory=threading.Event)
+    failed: bool = False
 
 
 class BackUp:
@@ -121,7 +123,6 @@ class BackUp:
         self._committed_to = 0
         self._commit_error: CaketinError | None = None
         self._error: CaketinError | None = None
-        self._failed = False
         self._telling = threading.Lock()
 
     def run(self) -> BackedUp:
@@ -129,7 +130,7 @@ class BackUp:
         parts = list(chunks(len(self._hashes), WRITE_CHUNK_PAGES))
         turns = [_Chunk(at) for at in parts]
         for turn, following in itertools.pairwise(turns):
-            following.before = turn.moved
+            following.before = turn
         if len(turns) == 1:
             self._finish(turns[0])
         else:
@@ -178,10 +179,12 @@ class BackUp:
     @contextlib.contextmanager
     def _turn(self, chunk: _Chunk, *, last: bool) -> Iterator[None]:
         """Let the bytes of one stage of a chunk move, once all of the chunk before have."""
-        if chunk.before is not None:
-            chunk.before.wait()
+        before = chunk.before
+        if before is not None:
+            before.moved.wait()
         self._limits.check()
-        if self._failed:
+        # Only what came before counts: one that is ready early may fail before this one has begun to move.
+        if before is not None and before.failed:
             raise TransferCancelled("a chunk before failed")
         yield
         if last:
@@ -220,7 +223,7 @@ class BackUp:
             self._store_stages(chunk)
         except BaseException:
             # Not tried by the chunk that is ready either: each try on a dead segment costs a minute.
-            self._failed = True
+            chunk.failed = True
             raise
         finally:
             chunk.moved.set()

@@ -394,6 +394,31 @@ def test_after_a_put_that_raises_no_other_chunk_is_put():
         assert len(world.store.calls("put")) == 1
 
 
+def test_a_chunk_that_fails_while_it_is_made_ready_does_not_cut_the_one_that_moves():
+    with world_of(KV_SWA, chunk=1) as world:
+        slots = all_slots(world.names, 3)
+        world.fill(slots)
+        failed, exists = threading.Event(), world.store.exists
+
+        def failing_exists(keys):
+            if set(keys) & set(world.keys("kv", 1)):
+                failed.set()
+                raise StoreUnavailable("the master is gone")
+            return exists(keys)
+
+        def patient(_keys):
+            assert failed.wait(10), "the next chunk is not made ready"
+
+        world.store.exists, world.store.before_put = failing_exists, patient
+        done = world.mover.back_up(hashes_of(3), slots)
+        assert isinstance(done.error, StoreUnavailable)
+        assert {name: at.tolist() for name, at in done.stored.items()} == {
+            "kv": [True, False, False],
+            "swa": [True, False, False],
+        }
+        assert done.committed == 1
+
+
 def test_a_commit_that_is_refused_for_good_ends_the_transfer():
     with world_of(KV_SWA, chunk=1) as world:
         slots = all_slots(world.names, 3)
