@@ -277,7 +277,7 @@ class Agent:
         pinned = tier.host.pin(hashes, pools=pools)
         record = Record("backup", session, self._ends_at(deadline_ms))
         work = BackUpWork(hashes, pinned, self.transfers, self.stores)
-        tier.backing_up += 1
+        tier.backing_up.update(hashes)
         try:
             return self.transfers.start(record, _size(tier, pinned), work.run, lambda: work.let_go(tier))
         except RateLimited:
@@ -313,10 +313,11 @@ class Agent:
             attached, before = session.link.joined is not None, session.was_attached
             session.was_attached = attached
             due = not before or now - tier.stored_at >= _RETRY_SECONDS
-            if not attached or not due or tier.backing_up or self.draining:
+            if not attached or not due or self.draining:
                 continue
             tier.stored_at = now
-            waiting = [h for h, wanted in tier.unsaved.items() if wanted][:MAX_PAGES]
+            # Under a steady load some back-up is always under way: it must not keep the others waiting.
+            waiting = tier.waiting(MAX_PAGES)
             if waiting:
                 with contextlib.suppress(RateLimited):
                     self._back_up(session, PageHashes.of(waiting), tuple(tier.specs), None)

@@ -6,7 +6,9 @@ tier when that needs it and no session uses this one.
 
 from __future__ import annotations
 
+import itertools
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -69,7 +71,7 @@ class Tier:
         unsaved: resident pages that no transfer has stored yet, in the order of their publishing; whether
             somebody wants them stored.
         busy: transfers that use the memory.
-        backing_up: back-ups that were asked for and have not returned.
+        backing_up: pages of back-ups that were asked for and have not returned, and of how many.
         stored_at: when what is unsaved was last looked at, on the monotonic clock.
         evicted: pool -> pages that were evicted so far.
     """
@@ -83,10 +85,20 @@ class Tier:
         self.mapped = frozenset(b.name for b in memory.bound if b.hosts)
         self.unsaved: dict[bytes, bool] = {}
         self.busy = 0
-        self.backing_up = 0
+        self.backing_up: Counter[bytes] = Counter()
         self.stored_at = 0.0
         self.evicted: dict[str, int] = {}
         self._tag = secrets.token_hex(3)
+
+    def waiting(self, most: int) -> list[bytes]:
+        """Return pages that are to be stored and that nobody is storing, the oldest first, at most `most`."""
+        asked = (h for h, wanted in self.unsaved.items() if wanted and h not in self.backing_up)
+        return list(itertools.islice(asked, most))
+
+    def backed_up(self, page_hashes: Iterable[bytes]) -> None:
+        """Note that a back-up of these pages, which `backing_up` was told of, is over."""
+        self.backing_up.subtract(page_hashes)
+        self.backing_up = +self.backing_up
 
     @property
     def sessions(self) -> int:

@@ -358,7 +358,7 @@ class BackUpWork:
 
     def let_go(self, tier: Tier) -> None:
         """End the pins; once, also where the work was never begun."""
-        tier.backing_up -= 1
+        tier.backed_up(self._hashes)
         _release(tier, self._pinned.token)
 
     def _note(self, record: Record, done: BackedUp) -> None:

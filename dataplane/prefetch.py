@@ -25,7 +25,7 @@ from dataplane.messages import control
 from dataplane.object_store import ObjectStore, StoreCode, StoreUnavailable, describe_failures
 from dataplane.read_log import ReadLog
 from dataplane.stage_batch import PoolPages, StageBatch
-from dataplane.transfer import NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
+from dataplane.transfer import CHUNK_BYTES, NO_SLOT, BoolArray, PageArray, Progress, RankPools, Slots, chunks
 from dataplane.transfer_limits import WINDOW_SHARE, Clock, TransferLimits, TransferTimedOut
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError, FieldError, InvalidInput
@@ -188,7 +188,9 @@ class Prefetch:
         stages = [
             [n for n in stage if isinstance(self._policies.get(n), AllPages)] for stage in self._pools.stages
         ]
-        steps = [(names, chunk) for chunk in chunks(limit) for names in stages if names]
+        together = sum(self._pools.bound[n].bytes_per_page for names in stages for n in names)
+        most = max(1, CHUNK_BYTES // max(1, together))
+        steps = [(names, chunk) for chunk in chunks(limit, most) for names in stages if names]
         made: Beside[StageBatch] | None = None
         try:
             for step, (names, chunk) in enumerate(steps):

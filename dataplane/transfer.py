@@ -14,8 +14,12 @@ from metadata.errors import FieldError, InvalidInput
 from metadata.pools import HitPolicy, PoolSpec, validate_pool_set, write_stages
 
 NO_SLOT: Final = -1
-CHUNK_PAGES: Final = 512
-"""Pages that one call of the store reads: enough to fill a link, few enough that a fault costs little."""
+CHUNK_PAGES: Final = 1024
+"""Pages that one call of the store reads: a call of 1,024 DeepSeek V4 pages is faster than two of 512."""
+
+CHUNK_BYTES: Final = 1 << 30
+"""Bytes that one call of the store reads of pools that need every page: a second of a 10 Gb/s link, since
+nobody can tell what a call has read when its time is up."""
 
 WRITE_CHUNK_PAGES: Final = 256
 """Pages of a back-up's chunk; fewer, since what one needs besides is done while another one moves."""

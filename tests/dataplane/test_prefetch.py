@@ -45,7 +45,9 @@ BLAMED = {
     StoreCode.TRANSFER_FAILED: "timeout",
     StoreCode.LEASE_LOST: "timeout",
 }
-OURS = [StoreCode.NOT_REGISTERED, StoreCode.INVALID, StoreCode.UNAVAILABLE, StoreCode.NO_SPACE]
+OURS_OF_ONE = [StoreCode.NOT_REGISTERED, StoreCode.INVALID, StoreCode.NO_SPACE]
+OURS = [*OURS_OF_ONE, StoreCode.UNAVAILABLE]
+"""`UNAVAILABLE` is what all objects of a call get, when the master is away."""
 STRENGTH = ["timeout", "gone", "checksum", "size_mismatch"]
 
 
@@ -94,7 +96,7 @@ def plant_faults(world: World, pages: int, dice, *, ours: bool = True) -> None:
             elif fault == "damaged":
                 world.damage(name, page, shard)
             else:
-                codes = [StoreCode.TRANSFER_FAILED, StoreCode.LEASE_LOST, *(OURS if ours else [])]
+                codes = [StoreCode.TRANSFER_FAILED, StoreCode.LEASE_LOST, *(OURS_OF_ONE if ours else [])]
                 world.store.on_get[key] = dice.choice(codes)
 
 
@@ -804,6 +806,22 @@ def test_a_page_that_was_read_at_the_second_try_stays_in_doubt():
         world.mover.prefetch(hashes_of(2), promise_of(world, {2}, 2), all_slots(world.names, 2), calls=calls)
         assert pages_in(calls.close().written) == {"kv": [0], "indexer": []}
         assert pages_in(calls.close().read) == {"kv": [1], "indexer": [0, 1]}
+
+
+def test_a_master_that_goes_away_ends_the_prefetch_at_what_was_read_and_is_not_asked_again():
+    with world_of(KV_INDEXER, chunk=2) as world:
+        store_everything(world, 6)
+        for name in world.names:
+            for key in (k for page in (2, 3) for k in world.keys(name, page)):
+                world.store.on_get[key] = StoreCode.UNAVAILABLE
+        slots = all_slots(world.names, 6)
+        world.wipe()
+        done = world.mover.prefetch(hashes_of(6), promise_of(world, {2, 4, 6}, 6), slots)
+        assert isinstance(done.error, StoreUnavailable)
+        assert (done.pages, done.transfers_done, done.lost) == (2, False, {})
+        assert all(world.intact(n, p, int(slots[n][p])) for n in world.names for p in range(2))
+        asked = {key for _, keys, _ in world.store.calls("get") for key in keys}
+        assert not asked & {key for name in world.names for key in world.keys(name, 4)}
 
 
 def test_a_call_that_raises_leaves_all_of_its_slots_in_doubt():
