@@ -824,6 +824,18 @@ def test_a_master_that_goes_away_ends_the_prefetch_at_what_was_read_and_is_not_a
         assert not asked & {key for name in world.names for key in world.keys(name, 4)}
 
 
+def test_one_call_reads_no_more_bytes_than_its_bound_and_a_page_at_least(monkeypatch):
+    page = sum(s.pool.spec.bytes_per_page for s in KV_INDEXER)
+    for bound, pages in ((3 * page, 3), (1, 1)):
+        monkeypatch.setattr("dataplane.prefetch.CHUNK_BYTES", bound)
+        with world_of(KV_INDEXER) as world:
+            store_everything(world, 7)
+            slots = all_slots(world.names, 7)
+            assert world.mover.prefetch(hashes_of(7), promise_of(world, {7}, 7), slots).pages == 7
+            asked = [len({parse(key).page_hash for key in keys}) for _, keys, _ in world.store.calls("get")]
+            assert max(asked) == pages
+
+
 def test_a_call_that_raises_leaves_all_of_its_slots_in_doubt():
     with world_of(KV_INDEXER, chunk=2) as world:
         store_everything(world, 4)
