@@ -6,7 +6,7 @@ from dataplane.messages import control
 from metadata.codec import PageHashes
 from metadata.errors import CaketinError
 from tests.dataplane.mover_world import NS, all_slots, hashes_of, world_of
-from tests.dataplane.test_prefetch import KV_SWA
+from tests.dataplane.prefetch_pools import KV_SWA
 
 STORED = {"kv": control.StoredPool(pages="all", shards=[0])}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 
 import msgspec
 import numpy as np
@@ -12,20 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataplane import prefetch as prefetch_module
-from dataplane.object_store import MEMORY_IN_DOUBT, ObjectBuffers, StoreClosed, StoreCode, StoreUnavailable
+from dataplane.object_store import ObjectBuffers, StoreClosed, StoreCode, StoreUnavailable
 from dataplane.page_mover import NO_SLOT
 from dataplane.prefetch import Prefetch
-from dataplane.read_log import ReadLog
 from dataplane.transfer import RankPools
-from dataplane.transfer_limits import TransferCancelled
 from metadata.errors import InvalidInput
 from metadata.object_keys import parse
 from metadata.page_runs import runs_to_mask
-from metadata.pools import AllPages, BlockGroups, Part, PoolSpec, RankPool, TrailingPages
+from metadata.pools import BlockGroups, TrailingPages
 from tests.dataplane.mover_world import (
     NS,
     SLOTS,
-    PoolShape,
     World,
     all_slots,
     hashes_of,
@@ -34,6 +30,14 @@ from tests.dataplane.mover_world import (
     pool_sets,
     promise_of,
     world_of,
+)
+from tests.dataplane.prefetch_pools import (
+    KV_BLOCKS,
+    KV_INDEXER,
+    KV_SWA,
+    pool,
+    reported,
+    store_everything,
 )
 
 MANY = settings(max_examples=80, deadline=None)
@@ -51,30 +55,12 @@ OURS = [*OURS_OF_ONE, StoreCode.UNAVAILABLE]
 STRENGTH = ["timeout", "gone", "checksum", "size_mismatch"]
 
 
-def pool(name, policy=None, *, parts=("page",), count=1, owned=(0,), indices_from=None) -> PoolShape:
-    spec = PoolSpec(
-        name, tuple(Part(p, "uint8", 8) for p in parts), count, policy or AllPages(), indices_from
-    )
-    return PoolShape(RankPool(spec, tuple(owned)))
-
-
-KV_SWA = [pool("kv", parts=("k", "v"), count=2, owned=(0, 1)), pool("swa", TrailingPages(2))]
-KV_INDEXER = [pool("kv"), pool("indexer", indices_from="kv")]
-KV_BLOCKS = [pool("kv"), pool("blocks", BlockGroups(2, 2))]
-
-
 @st.composite
 def prefetches(draw):
     pool_set = draw(pool_sets())
     pages = draw(st.integers(1, 10))
     chunk = draw(st.sampled_from([2, 3, 256]))
     return pool_set, pages, chunk, draw(st.randoms(use_true_random=False))
-
-
-def store_everything(world: World, pages: int) -> None:
-    for name in world.names:
-        for page in range(pages):
-            world.store_page(name, page)
 
 
 def plant_faults(world: World, pages: int, dice, *, ours: bool = True) -> None:
@@ -169,18 +155,6 @@ def failed_objects(world: World) -> dict[tuple[str, int, int], str]:
         for key, found_it in zip(keys, there.tolist(), strict=True):
             if not found_it:
                 note(key, "gone")
-    return found
-
-
-def reported(world: World) -> dict[tuple[str, int, int], list[str]]:
-    number = {page_hash(p): p for p in range(64)}
-    found: dict[tuple[str, int, int], list[str]] = {}
-    for hashes, _, missing in world.claims.reports:
-        for name, said in missing.items():
-            mask = runs_to_mask(said.pages, len(hashes))
-            for at in np.flatnonzero(mask).tolist():
-                for shard in said.shards:
-                    found.setdefault((name, number[hashes[at]], shard), []).append(said.reason)
     return found
 
 
@@ -467,133 +441,6 @@ def test_damaged_objects_that_cannot_be_removed_change_nothing_of_the_result():
         assert (done.pages, done.error) == (1, None)
 
 
-def lose_a_lease_once(world: World) -> None:
-    """The first read of the first page fails for its lease, the second does not."""
-    key = world.keys("kv", 0)[0]
-    world.store.on_get[key] = StoreCode.LEASE_LOST
-    plain = world.store.get
-
-    def once(keys, buffers):
-        codes = plain(keys, buffers)
-        world.store.on_get.pop(key, None)
-        return codes
-
-    world.store.get = once
-
-
-def test_a_lease_that_ran_out_during_a_read_is_read_again_once():
-    with world_of(KV_INDEXER) as world:
-        store_everything(world, 2)
-        lose_a_lease_once(world)
-        slots = all_slots(world.names, 2)
-        world.wipe()
-        done = world.mover.prefetch(hashes_of(2), promise_of(world, {2}, 2), slots)
-        assert done.transfers_done
-        assert world.claims.reports == []
-        assert world.intact("kv", 0, int(slots["kv"][0]))
-
-
-def test_one_object_of_every_promised_page_is_checked_and_leased_before_the_first_read():
-    with world_of(KV_SWA) as world:
-        store_everything(world, 6)
-        world.mover.prefetch(hashes_of(6), promise_of(world, {5}, 6), all_slots(world.names, 6))
-        verb, keys, _ = world.store.log[0]
-        assert verb == "exists"
-        assert keys == [world.keys("kv", p)[0] for p in range(5)] + [
-            key for p in (3, 4) for key in world.keys("swa", p)
-        ]
-        assert len(world.store.calls("exists")) == 1
-
-
-def test_a_window_that_went_though_its_group_stays_is_found_before_the_first_read_and_the_next_is_leased():
-    """Groups are a hint: in a full segment windows were seen to go while the rest of the page stayed."""
-    with world_of(KV_SWA) as world:
-        store_everything(world, 6)
-        world.real.remove(world.keys("swa", 5))
-        done = world.mover.prefetch(
-            hashes_of(6), promise_of(world, set(range(1, 7)), 6), all_slots(world.names, 6)
-        )
-        assert (done.leased_pages, done.pages) == (5, 5)
-        (first, second), reads = world.store.calls("exists"), world.store.calls("get")
-        assert first[1][-2:] == [k for p in (4, 5) for k in world.keys("swa", p)][-2:]
-        assert second[1] == [k for p in (3, 4) for k in world.keys("swa", p)]
-        assert not any(world.keys("swa", 5)[0] in keys for _, keys, _ in reads)
-        assert reported(world) == {("swa", 5, 0): ["gone"]}
-
-
-def test_a_rank_with_windows_only_leases_the_window():
-    shapes = [
-        PoolShape(RankPool(PoolSpec("kv", (Part("k", "uint8", 8),), 2), ())),
-        pool("mamba", TrailingPages(1)),
-    ]
-    with world_of(shapes) as world:
-        store_everything(world, 4)
-        done = world.mover.prefetch(hashes_of(4), promise_of(world, {4}, 4), all_slots(["mamba"], 4))
-        assert done.transfers_done
-        assert world.store.log[0][:2] == ("exists", world.keys("mamba", 3))
-
-
-def test_a_page_that_the_lease_check_does_not_find_is_reported_and_not_read():
-    with world_of(KV_SWA) as world:
-        store_everything(world, 4)
-        world.real.remove(world.keys("kv", 2))
-        done = world.mover.prefetch(
-            hashes_of(4), promise_of(world, {1, 2, 3, 4}, 4), all_slots(world.names, 4)
-        )
-        assert done.pages == 2
-        read = {parse(k).page_hash for _, keys, _ in world.store.calls("get") for k in keys}
-        assert read == {page_hash(0), page_hash(1)}
-        assert reported(world) == {("kv", 2, 0): ["gone"]}
-
-
-def test_leases_are_renewed_while_a_long_transfer_runs():
-    now = [0.0]
-    with world_of(KV_SWA, chunk=1) as world:
-        store_everything(world, 9)
-        world.store.lease_seconds = 9.0
-
-        def slow(verb, _number):
-            if verb == "get":
-                now[0] += 1.0
-
-        world.store.raising = slow
-        done = Prefetch(
-            world.store,
-            world.claims,
-            RankPools(NS, world.bound),
-            page_hashes=hashes_of(9),
-            promise=promise_of(world, {9}, 9),
-            slots=all_slots(world.names, 9),
-            clock=lambda: now[0],
-        ).run()
-        assert done.transfers_done
-        verbs = [verb for verb, _, _ in world.store.log]
-        assert "".join(v[0] for v in verbs) == "e" + "gggeggg" + "eggge" + "gg"
-        kept = {
-            *(world.keys("kv", p)[0] for p in range(9)),
-            *(k for p in (7, 8) for k in world.keys("swa", p)),
-        }
-        assert all(set(keys) == kept for _, keys, _ in world.store.calls("exists"))
-
-
-def test_a_page_found_gone_at_a_renewal_is_reported_once():
-    with world_of(KV_SWA, chunk=1) as world:
-        store_everything(world, 4)
-        world.store.lease_seconds = 0.0
-
-        def evict(verb, number):
-            if (verb, number) == ("get", 1):
-                world.real.remove(world.keys("kv", 3))
-
-        world.store.raising = evict
-        done = world.mover.prefetch(
-            hashes_of(4), promise_of(world, {1, 2, 3, 4}, 4), all_slots(world.names, 4)
-        )
-        assert done.pages == 3
-        assert {where[:2] for where in reported(world)} == {("kv", 3)}
-        assert len(world.claims.reports) == 1
-
-
 def test_pools_that_gate_nothing_are_read_last_reported_when_lost_and_shorten_nothing():
     with world_of(KV_BLOCKS, chunk=2) as world:
         store_everything(world, 8)
@@ -748,66 +595,6 @@ def test_progress_adds_up_to_what_was_read():
         assert done.bytes == 5 * 32 + 2 * 8
 
 
-def pages_in(masks: dict[str, np.ndarray]) -> dict[str, list[int]]:
-    return {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()}
-
-
-def test_while_a_call_is_blocked_the_log_says_what_was_read_and_what_may_still_be_written():
-    with world_of(KV_SWA, chunk=2) as world:
-        store_everything(world, 5)
-        blocked, go_on = threading.Event(), threading.Event()
-
-        def block(verb, number):
-            if (verb, number) == ("get", 1):
-                blocked.set()
-                assert go_on.wait(20)
-
-        world.store.raising = block
-        slots, calls, results = all_slots(world.names, 5), ReadLog(world.names, 5), []
-        world.wipe()
-        promise = promise_of(world, {5}, 5)
-        thread = threading.Thread(
-            target=lambda: results.append(world.mover.prefetch(hashes_of(5), promise, slots, calls=calls))
-        )
-        thread.start()
-        try:
-            assert blocked.wait(20)
-            so_far = calls.close()
-        finally:
-            go_on.set()
-            thread.join(20)
-        assert pages_in(so_far.read) == {"kv": [0, 1], "swa": []}
-        assert pages_in(so_far.written) == {"kv": [2, 3], "swa": []}
-        assert all(world.intact("kv", page, int(slots["kv"][page])) for page in (0, 1))
-        (done,) = results
-        assert (done.pages, type(done.error)) == (0, TransferCancelled)
-        assert len(world.store.calls("get")) == 2, "no call begins once the log is closed"
-        assert pages_in(calls.close().read) == {"kv": [0, 1, 2, 3], "swa": []}
-
-
-@pytest.mark.parametrize("code", [*MEMORY_IN_DOUBT, StoreCode.MISSING, StoreCode.CHECKSUM])
-def test_a_page_that_a_call_left_in_doubt_is_not_read_and_may_still_be_written(code):
-    with world_of(KV_INDEXER) as world:
-        store_everything(world, 3)
-        world.store.on_get[world.keys("indexer", 1)[0]] = code
-        calls = ReadLog(world.names, 3)
-        world.mover.prefetch(hashes_of(3), promise_of(world, {3}, 3), all_slots(world.names, 3), calls=calls)
-        doubt = [1] if code in MEMORY_IN_DOUBT else []
-        assert pages_in(calls.close().written) == {"kv": [], "indexer": doubt}
-        assert pages_in(calls.close().read) == {"kv": [0, 1, 2], "indexer": [0, 2]}
-
-
-def test_a_page_that_was_read_at_the_second_try_stays_in_doubt():
-    """The first try may still write to it, and no one can say what."""
-    with world_of(KV_INDEXER) as world:
-        store_everything(world, 2)
-        lose_a_lease_once(world)
-        calls = ReadLog(world.names, 2)
-        world.mover.prefetch(hashes_of(2), promise_of(world, {2}, 2), all_slots(world.names, 2), calls=calls)
-        assert pages_in(calls.close().written) == {"kv": [0], "indexer": []}
-        assert pages_in(calls.close().read) == {"kv": [1], "indexer": [0, 1]}
-
-
 def test_a_master_that_goes_away_ends_the_prefetch_at_what_was_read_and_is_not_asked_again():
     with world_of(KV_INDEXER, chunk=2) as world:
         store_everything(world, 6)
@@ -834,19 +621,3 @@ def test_one_call_reads_no_more_bytes_than_its_bound_and_a_page_at_least(monkeyp
             assert world.mover.prefetch(hashes_of(7), promise_of(world, {7}, 7), slots).pages == 7
             asked = [len({parse(key).page_hash for key in keys}) for _, keys, _ in world.store.calls("get")]
             assert max(asked) == pages
-
-
-def test_a_call_that_raises_leaves_all_of_its_slots_in_doubt():
-    with world_of(KV_INDEXER, chunk=2) as world:
-        store_everything(world, 4)
-
-        def raising(verb, number):
-            if (verb, number) == ("get", 2):
-                raise StoreUnavailable("the master is gone")
-
-        world.store.raising = raising
-        calls = ReadLog(world.names, 4)
-        world.mover.prefetch(hashes_of(4), promise_of(world, {4}, 4), all_slots(world.names, 4), calls=calls)
-        so_far = calls.close()
-        assert pages_in(so_far.written) == {"kv": [2, 3], "indexer": []}
-        assert pages_in(so_far.read) == {"kv": [0, 1], "indexer": [0, 1]}

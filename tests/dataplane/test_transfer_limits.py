@@ -12,7 +12,7 @@ from dataplane.transfer_limits import TransferLimits
 from metadata.errors import InvalidInput
 from metadata.pools import TrailingPages
 from tests.dataplane.mover_world import NS, World, all_slots, hashes_of, promise_of, world_of
-from tests.dataplane.test_prefetch import KV_INDEXER, KV_SWA, pool, store_everything
+from tests.dataplane.prefetch_pools import KV_INDEXER, KV_SWA, pool, store_everything
 
 PAGES = 9
 EVERY = set(range(1, PAGES + 1))
